@@ -1,0 +1,438 @@
+"""From a config to concrete things: env, prompt sets, codecs, engine, table. Nothing above `run` does this.
+
+Work is ordered so that whatever can be refused is refused before a weight is read: `prepare` touches configs, tokenizers
+and tasks only; `Crew` loads models.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, assert_never
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from baton import envs, protocols
+from baton.algorithms.warm_start import Dialogue, WarmStartRecord, render, render_messages, warm_start
+from baton.config import AgentOptions, Config
+from baton.core.keyed import key, permutation
+from baton.engines import local, models
+from baton.engines.chat import ChatCodec
+from baton.engines.engine import Codec, Learner, Sampler
+from baton.engines.table import TableCodec, TableLearner, TableSampler, symbols_of
+from baton.envs.env import Env
+from baton.envs.grading import GraderPool
+from baton.envs.jsonl import load_dialogues
+from baton.envs.splits import Splits, split
+from baton.errors import ConfigError, ModelError
+from baton.protocols import TeamProtocol
+from baton.records import plain, write_folder
+from baton.rollout import Grader, Seat, Table
+from baton.types import AgentId, Failed, Outcome, Scored, Task, Turn, Weights
+
+# ---- engines ---------------------------------------------------------------------------------------------------
+
+
+class Crew(Protocol):
+    """A loaded engine: one sampler for the team, one learner per agent, and how weights are written and read."""
+
+    @property
+    def sampler(self) -> Sampler: ...
+    @property
+    def learners(self) -> Mapping[AgentId, Learner]: ...
+    @property
+    def is_exact(self) -> bool:
+        """fp32 (or better) on both sides of the replay test."""
+        ...
+
+    @property
+    def serves_masters(self) -> bool:
+        """What is served are the masters themselves, not a rounded copy."""
+        ...
+
+    def save(self, agent: AgentId, folder: Path, weights: Weights) -> None:
+        """Write served weights as a folder that the engine's own loader reads."""
+        ...
+
+    def load(self, folder: Path) -> Weights:
+        """The weights of such a folder, as they were saved."""
+        ...
+
+
+class LocalCrew:
+    """PyTorch models on this machine."""
+
+    def __init__(self, config: Config, folders: Mapping[AgentId, Path], *, learners: Sequence[AgentId]) -> None:
+        self.serve_dtype, self.compute = precision(config, folders)
+        self.folders = dict(folders)
+        self.sampler = local.LocalSampler(folders, dtype=self.serve_dtype, batch_size=config.engine.batch_size)
+        self.learners = {
+            name: local.LocalLearner(
+                name,
+                folders[name],
+                serve_dtype=self.serve_dtype,
+                compute=self.compute,
+                micro_tokens=config.engine.micro_tokens,
+            )
+            for name in learners
+        }
+
+    @property
+    def is_exact(self) -> bool:
+        # Replayed log-probabilities are those of the served weights; training's own precision does not enter them.
+        return self.serve_dtype == torch.float32
+
+    @property
+    def serves_masters(self) -> bool:
+        return self.serve_dtype == torch.float32
+
+    def save(self, agent: AgentId, folder: Path, weights: Weights) -> None:
+        models.save(folder, weights, source=self.folders[agent])
+
+    def load(self, folder: Path) -> Weights:
+        return weights_of(load_file(folder / "model.safetensors"))
+
+
+class TableCrew:
+    """Exact tabular policies."""
+
+    def __init__(self, config: Config, folders: Mapping[AgentId, Path], *, learners: Sequence[AgentId]) -> None:
+        specs = {a.name: a for a in config.agents}
+        self.sampler = TableSampler({name: table_codec(specs[name]) for name in folders})
+        self.learners = {
+            name: TableLearner(name, table_codec(specs[name]).vocabulary, micro_tokens=config.engine.micro_tokens)
+            for name in learners
+        }
+        self.is_exact = True
+        self.serves_masters = True
+
+    def save(self, agent: AgentId, folder: Path, weights: Weights) -> None:
+        save_file({k: v.contiguous() for k, v in weights.tensors.items()}, folder / "table.safetensors")
+
+    def load(self, folder: Path) -> Weights:
+        return weights_of(load_file(folder / "table.safetensors"))
+
+
+def weights_of(tensors: Mapping[str, Tensor]) -> Weights:
+    """Tensors as weights, with their checksums."""
+    sums = models.checksums(tensors)
+    return Weights(tensors=tensors, checksums=sums, fingerprint=models.fingerprint(sums))
+
+
+def crew(config: Config, folders: Mapping[AgentId, Path], *, learners: Sequence[AgentId]) -> Crew:
+    """Load the engine with these agents; a learner only for those named."""
+    match config.engine.name:
+        case "local":
+            return LocalCrew(config, folders, learners=learners)
+        case "table":
+            return TableCrew(config, folders, learners=learners)
+        case _:
+            assert_never(config.engine.name)
+
+
+def precision(config: Config, folders: Mapping[AgentId, Path]) -> tuple[torch.dtype, local.Compute]:
+    """(serving dtype, compute dtype) of a run: as configured, or by size and machine (ALGORITHMS 2.11)."""
+    sizes = [models.describe(folder).parameters for folder in folders.values()]
+    serve = local.auto_dtype(sum(sizes)) if config.engine.dtype == "auto" else getattr(torch, config.engine.dtype)
+    compute = local.auto_compute(max(sizes)) if config.engine.compute == "auto" else config.engine.compute
+    return serve, compute
+
+
+def table_codec(agent: AgentOptions) -> TableCodec:
+    """The codec of a `table:SYMBOLS` agent."""
+    return TableCodec(symbols_of(agent.model), has_end=agent.max_new_tokens > 1)
+
+
+def auto_lr(parameters: int) -> float:
+    """AdamW learning rate by size (ALGORITHMS 2.13)."""
+    return 1e-3 if parameters < 5_000_000 else 1e-5 if parameters < 1_000_000_000 else 2e-6
+
+
+# ---- what needs no weights -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything about a run that exists before a weight is read."""
+
+    config: Config
+    env: Env
+    protocol: TeamProtocol
+    splits: Splits
+    bases: Mapping[AgentId, Path]
+    """Folder of each agent's base model; empty path for tables."""
+    codecs: Mapping[AgentId, Codec]
+    seats: tuple[Seat, ...]
+    parameters: Mapping[AgentId, int]
+    root: Path
+
+    def lr(self, agent: AgentOptions) -> float:
+        """The agent's configured learning rate, or its size's."""
+        return auto_lr(self.parameters[agent.name]) if agent.lr == "auto" else agent.lr
+
+
+def prepare(config: Config, *, root: Path) -> Plan:
+    """Build and check all that needs no weights; `root` is the folder that relative paths of the config start from.
+
+    Raises:
+        ConfigError, ModelError, DataError: the first thing that cannot work, with its remedy.
+    """
+    n = len(config.agents)
+    env = envs.build(config.env, n_agents=n, root=root)
+    if env.seats is not None and env.seats != n:
+        raise ConfigError(f"env '{env.name}' needs {env.seats} agents, the config has {n}; add or remove [[agents]]")
+    if config.engine.name == "local":
+        for agent in config.agents:
+            models.check(agent.model)
+    protocol = protocols.build(config.protocol, n)
+    a = config.algorithm
+    smallest_group = 4 if a.group == "auto" else a.group
+    per_update = a.episodes // smallest_group * (n if a.name == "joint" else 1)
+    splits = split(
+        env,
+        seed=config.seed,
+        train_prompts_needed=per_update,
+        probe_needed=config.gate.probe_prompts,
+        certify_needed=0,
+    )
+    bases: dict[AgentId, Path] = {}
+    codecs: dict[AgentId, Codec] = {}
+    parameters: dict[AgentId, int] = {}
+    for i, agent in enumerate(config.agents):
+        if config.engine.name == "table":
+            bases[agent.name], codecs[agent.name], parameters[agent.name] = Path(), table_codec(agent), 0
+            continue
+        folder = models.resolve(agent.model, seed=config.seed * 1000 + i)
+        bases[agent.name] = folder
+        codecs[agent.name] = ChatCodec(folder)
+        parameters[agent.name] = models.describe(folder).parameters
+    seats = tuple(
+        Seat(
+            agent=agent.name,
+            system=protocol.default_system(i) if agent.system == "default" else agent.system,
+            max_new_tokens=agent.max_new_tokens,
+            temperature=agent.temperature,
+            codec=codecs[agent.name],
+        )
+        for i, agent in enumerate(config.agents)
+    )
+    check_contexts(seats, protocol, splits)
+    return Plan(
+        config=config,
+        env=env,
+        protocol=protocol,
+        splits=splits,
+        bases=bases,
+        codecs=codecs,
+        seats=seats,
+        parameters=parameters,
+        root=root,
+    )
+
+
+def check_contexts(seats: Sequence[Seat], protocol: TeamProtocol, splits: Splits) -> None:
+    """Refuse a task whose prompt cannot fit a seat's context, with the seat's system prompt, the template and an
+    empty message from each earlier speaker. Measured on the very ids that would be sent, for the longest views of every set.
+
+    Raises:
+        ConfigError: names the task, the seat, its tokens and the limit.
+    """
+    tasks = [t for group in (splits.train, splits.probe, splits.certify, splits.test) for t in group]
+    for index, seat in enumerate(seats):
+        # Longer in bytes is nearly always longer in tokens; the rest is caught in play and fails that episode, counted.
+        for task in sorted(tasks, key=lambda t: len(t.view(index).encode()), reverse=True)[:64]:
+            turns: list[Turn] = []
+            while (due := protocol.due(turns, 0)) and index not in due:
+                turns += [Turn(kind="observation", agent=seats[s].agent, seat=s, text="") for s in due]
+            prompt = len(seat.codec.encode(protocol.messages(task, turns, index, seat.system)))
+            if prompt + seat.max_new_tokens > seat.codec.context_length:
+                raise ConfigError(
+                    f"task {task.id}: the prompt of '{seat.agent}' has {prompt} tokens (system prompt and template too) "
+                    f"and may be answered with {seat.max_new_tokens}; its context holds {seat.codec.context_length}. "
+                    "Shorten the prompt, lower agents.max_new_tokens, or use a model with a longer context"
+                )
+
+
+# ---- grading ---------------------------------------------------------------------------------------------------
+
+
+def grader(plan: Plan, pool: GraderPool | None) -> Grader:
+    """Grade answers beside the run, or in worker processes that can be killed where the env asks for it."""
+    env, spec = plan.env, envs.spec(plan.config.env, n_agents=len(plan.seats), root=plan.root)
+
+    def grade(answers: Sequence[tuple[Task, str]]) -> list[Outcome]:
+        if pool is not None:
+            grades = pool.grade_many(spec, answers)
+            return [g if isinstance(g, Failed) else Scored(reward=g.reward, reason=g.reason) for g in grades]
+        graded = [env.grade(task, answer) for task, answer in answers]
+        return [Scored(reward=g.reward, reason=g.reason) for g in graded]
+
+    return grade
+
+
+def table(plan: Plan, sampler: Sampler, pool: GraderPool | None) -> Table:
+    """The table that the plan's team plays at."""
+    return Table(
+        seats=plan.seats,
+        protocol=plan.protocol,
+        sampler=sampler,
+        grade=grader(plan, pool),
+        normalise=plan.env.normalise,
+    )
+
+
+def grader_pool(plan: Plan) -> GraderPool | None:
+    """Worker processes for graders that can hang; None where grading is a line of our own arithmetic."""
+    return GraderPool() if plan.env.is_isolated else None
+
+
+# ---- warm starts -----------------------------------------------------------------------------------------------
+
+
+def dialogues(plan: Plan, index: int) -> list[Dialogue]:
+    """The demonstrations of one agent's warm start, from train prompts only.
+
+    Raises:
+        ConfigError: the env has none for this seat.
+    """
+    agent, seat = plan.config.agents[index], plan.seats[index]
+    options = agent.warm_start
+    if options is None:
+        return []
+    if options.source != "env":
+        path = plan.root / options.source
+        return [
+            render_messages(messages, id=f"{path.name}:{n}", system=seat.system, codec=seat.codec)
+            for n, messages in enumerate(load_dialogues(path), start=1)
+        ]
+    whose = range(len(plan.seats)) if options.seats == "all" else (index,)
+    order = permutation(key(plan.config.seed, "warm start", options.seats, index), len(plan.splits.train))
+    out: list[Dialogue] = []
+    for n, i in enumerate(order[: options.demonstrations]):
+        at = list(whose)[n % len(list(whose))]
+        task = plan.splits.train[i]
+        demo = plan.env.demonstration(task, at)
+        if demo is None:
+            raise ConfigError(
+                f"agents.{agent.name}.warm_start: env '{plan.env.name}' has no demonstrations for seat {at}; "
+                "give warm_start.source a JSONL of dialogues"
+            )
+        out.append(
+            render(
+                demo,
+                id=f"{task.id}:{at}",
+                protocol=plan.protocol,
+                agents=[s.agent for s in plan.seats],
+                system=plan.seats[at].system,
+                codec=seat.codec,
+                max_new_tokens=seat.max_new_tokens,
+            )
+        )
+    return out
+
+
+def start_folder(
+    plan: Plan, index: int, *, tick: Callable[[str, int, int, float], None]
+) -> tuple[Path, WarmStartRecord | None, bool]:
+    """The folder that this agent begins RL with, its warm start's record, and whether it came from the cache.
+
+    The cache key is everything the result depends on: base weights, demonstrations as ids, options, precision, threads.
+    """
+    agent = plan.config.agents[index]
+    base = plan.bases[agent.name]
+    options = agent.warm_start
+    if options is None:
+        return base, None, False
+    if plan.config.engine.name != "local":
+        raise ConfigError(f"agents.{agent.name}.warm_start: tables start from zeros; remove it")
+    rows = dialogues(plan, index)
+    serve, compute = precision(plan.config, {agent.name: base})
+    lr = 3.0 * plan.lr(agent) if options.lr == "auto" else options.lr
+    seed: tuple[str | int, ...] = (plan.config.seed, "warm start", options.seats)
+    if options.seats == "own":
+        seed = (*seed, index)
+    digest = hashlib.sha256(
+        json.dumps(
+            [
+                *("1", _folder_digest(base), options.model_dump(mode="json"), lr, compute, seed),
+                *(torch.get_num_threads(), torch.__version__, plan.config.engine.micro_tokens),
+                [(d.prompt_ids, d.reply_ids) for d in rows],
+            ]
+        ).encode()
+    ).hexdigest()
+    target = models.cache_folder() / "warm" / digest[:24]
+    record_file = target / "warm_start.json"
+    if record_file.exists():
+        saved = json.loads(record_file.read_text(encoding="utf-8"))
+        saved["accuracy"] = tuple((int(s), float(a)) for s, a in saved["accuracy"])
+        saved["losses"] = tuple(saved["losses"])
+        return target, WarmStartRecord(**saved), True
+    # Trained with fp32 masters and stored in fp32 unless the run serves bf16: what RL starts from is what it serves.
+    learner = local.LocalLearner(
+        agent.name, base, serve_dtype=serve, compute=compute, micro_tokens=plan.config.engine.micro_tokens
+    )
+    record = warm_start(
+        learner,
+        rows,
+        options,
+        agent=agent.name,
+        lr=lr,
+        at=seed,
+        tick=lambda step, accuracy: tick(agent.name, step, options.steps, accuracy),
+    )
+
+    def write(folder: Path) -> None:
+        models.save(folder, learner.weights(), source=base)
+        (folder / "warm_start.json").write_text(json.dumps(plain(record)), encoding="utf-8")
+
+    write_folder(target, write)
+    return target, record, False
+
+
+def _folder_digest(folder: Path) -> str:
+    """Checksum of a model folder's weights and tokenizer."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.suffix in (".safetensors", ".json", ".jinja"):
+            digest.update(path.name.encode())
+            with path.open("rb") as handle:
+                digest.update(hashlib.file_digest(handle, "sha256").digest())
+    return digest.hexdigest()
+
+
+def copy_model(source: Path, folder: Path) -> None:
+    """A model folder's files, for the run's own version 0."""
+    for path in sorted(source.iterdir()):
+        if path.is_file() and not path.name.startswith(".") and path.name != "warm_start.json":
+            shutil.copyfile(path, folder / path.name)
+
+
+def set_threads(config: Config, parameters: Mapping[AgentId, int]) -> int:
+    """Set PyTorch's CPU threads for this process and return them: several processes of tiny models want one each."""
+    if config.engine.threads == "auto":
+        threads = 1 if max(parameters.values()) < 5_000_000 else (os.cpu_count() or 1)
+    else:
+        threads = config.engine.threads
+    torch.set_num_threads(threads)
+    return threads
+
+
+def check_models(plan: Plan) -> None:
+    """Refuse models that could not be trained here, still before weights are read."""
+    for agent in plan.config.agents:
+        if plan.config.engine.name == "local" and plan.parameters[agent.name] == 0:
+            raise ModelError(f"model '{agent.model}' of '{agent.name}' has no parameters; check its folder")
+
+
+def load_base(spec: str, *, seed: int) -> tuple[Path, Codec, int]:
+    """(folder, codec, parameters) of one model outside the team."""
+    models.check(spec)
+    folder = models.resolve(spec, seed=seed)
+    return folder, ChatCodec(folder), models.describe(folder).parameters

@@ -1,0 +1,355 @@
+"""The command line: parse, call, print.
+
+    baton train CONFIG         train a team, or resume a run
+    baton inspect RUN          what was accepted, shrunk or rejected, and why
+    baton episodes RUN         read the conversations
+    baton evaluate RUN|MODEL   scores on the test prompts, beside what they must be compared with
+    baton doctor               is this machine fit, and how fast is it
+
+Exit codes: 0; 1 something failed on the way (or the doctor found a fault); 2 bad input, refused before work began;
+3 the run stalled; 130 interrupted. Bad input and known failures are one line on stderr; a traceback is a fault of ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from collections.abc import Iterable, Sequence
+from importlib.metadata import version as package_version
+from pathlib import Path
+from typing import Any, NoReturn
+
+from baton import config as configs
+from baton import console as show
+from baton import doctor, records, run
+from baton.errors import BatonError, ConfigError, DataError, Interrupted, ModelError, RunError
+from baton.evaluate import evaluate, evaluate_model
+from baton.records import Record
+
+FAILED, BAD_INPUT, STALLED, INTERRUPTED, NO_READER = 1, 2, 3, 130, 141
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        # Models write any character; a terminal of another encoding gets \\u escapes, not a crash.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        arguments = _parser().parse_args(argv)
+        code: int = arguments.command(arguments)
+        sys.stdout.flush()
+        return code
+    except SystemExit as stop:  # --help and --version
+        return int(stop.code or 0)
+    except (ConfigError, ModelError, DataError) as error:
+        return _refuse(error, BAD_INPUT)
+    except BatonError as error:
+        return _refuse(error, FAILED)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader (head, a pager) has left. Python flushes stdout once more at exit, which must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return NO_READER
+
+
+def _refuse(error: BatonError, code: int) -> int:
+    print(f"error: {show.printable(str(error))}", file=sys.stderr)
+    return code
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------
+
+
+class _Parser(argparse.ArgumentParser):
+    """Wrong usage is bad input like any other."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see {self.prog} --help")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no whole number of at least 1")
+    return int(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="baton",
+        description="Train a team of small language models, one agent at a time, by a trainer that can say no.",
+        epilog="example: baton train configs/sat.toml --set algorithm.stages=10",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"baton {package_version('baton-rl')}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def command(name: str, function: Any, what: str, example: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(
+            name,
+            help=what,
+            description=what[0].upper() + what[1:] + ".",
+            epilog=f"example: {example}",
+            allow_abbrev=False,
+        )
+        sub.set_defaults(command=function)
+        return sub
+
+    train = command(
+        "train",
+        _train,
+        "train a team as a TOML file says, or go on with a run",
+        "baton train configs/relay_tiny.toml --run runs/first --set seed=1 --set agents.solver.lr=3e-4",
+    )
+    train.add_argument("config", metavar="CONFIG", help="TOML file")
+    train.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change one key, e.g. algorithm.stages=80; agents by name: agents.solver.lr=1e-4 (repeatable)",
+    )
+    train.add_argument("--run", metavar="DIR", help="run directory (default: runs/NAME of the config file)")
+    train.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with the run there; algorithm.stages, [checkpoint] and [eval] may differ from its config",
+    )
+    _json(train, "one JSON line an update as it happens, then one summary line")
+
+    inspect = command(
+        "inspect",
+        _inspect,
+        "show what a run accepted, shrunk or rejected, and why",
+        "baton inspect runs/first --stage 3",
+    )
+    inspect.add_argument("run", metavar="RUN", help="run directory")
+    inspect.add_argument("--stage", type=_count, metavar="N", help="one stage, with every look of the gate")
+    _json(inspect)
+
+    episodes = command(
+        "episodes",
+        _episodes,
+        "read the conversations that a run trained on, newest update first",
+        "baton episodes runs/first --stage 3 --agent solver --limit 2",
+    )
+    episodes.add_argument("run", metavar="RUN", help="run directory")
+    episodes.add_argument("--stage", type=_count, metavar="N", help="episodes of this stage")
+    episodes.add_argument("--agent", metavar="NAME", help="episodes of this agent's updates")
+    episodes.add_argument(
+        "--failed",
+        action="store_true",
+        help="only those whose outcome is `failed`: something broke that is not the model's answer (a wrong answer has "
+        "reward 0 and did not fail)",
+    )
+    episodes.add_argument("--limit", type=_count, default=10, metavar="N", help="show at most N (default 10)")
+    _json(episodes)
+
+    measure = command(
+        "evaluate",
+        _evaluate,
+        "measure a run's team, or one model, on the test prompts",
+        "baton evaluate runs/first --k 4",
+    )
+    measure.add_argument("target", metavar="RUN|MODEL", help="run directory, or a model (which needs --config)")
+    measure.add_argument("--k", type=_count, default=1, metavar="K", help="episodes per prompt (default 1)")
+    measure.add_argument("--episodes", type=_count, metavar="N", help="episodes in all (default: eval.episodes)")
+    measure.add_argument("--config", metavar="CONFIG", help="for a model: the TOML file that names the task")
+    measure.add_argument("--no-baselines", action="store_true", help="for a run: the team and its untrained self only")
+    measure.add_argument(
+        "--full-information", metavar="MODEL", help="for a run: a model of the team's total size, asked everything at once"
+    )
+    _json(measure)
+
+    health = command(
+        "doctor", _doctor, "check this machine for training, and measure its speed (10 s)", "baton doctor --json"
+    )
+    _json(health)
+    return parser
+
+
+def _json(parser: argparse.ArgumentParser, what: str = "one JSON document on stdout, nothing else") -> None:
+    parser.add_argument("--json", action="store_true", help=what)
+
+
+def _print(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(line)
+
+
+# ---- train -----------------------------------------------------------------------------------------------------
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    config = configs.load(arguments.config, arguments.set)
+    target = Path(arguments.run) if arguments.run else Path("runs") / Path(arguments.config).stem
+    agents = [agent.name for agent in config.agents]
+    with show.Console(
+        sys.stderr if arguments.json else sys.stdout, stages=config.algorithm.stages, agents=agents
+    ) as console:
+        reporter = show.JsonLines(sys.stdout, console) if arguments.json else console
+        try:
+            ending = run.train(
+                arguments.config, run=target, resume=arguments.resume, overrides=arguments.set, reporter=reporter
+            ).ending
+        except (Interrupted, KeyboardInterrupt):
+            ending = "interrupted"
+    result: Record = {"kind": "summary", "run": str(target), "ending": ending}
+    result |= show.summary(run.Run(target).updates, agents)
+    if ending == "interrupted":
+        # Before the resolved config is written there is nothing to resume: the same command then starts the run.
+        has_begun = (target / "config.toml").is_file()
+        result["next"] = [_again(arguments, target, resume=has_begun)]
+        if arguments.json:
+            print(show.to_json(result), flush=True)
+        print(f"interrupted after {result['updates']} agent updates; go on with:", file=sys.stderr)
+        print(result["next"][0], file=sys.stderr)
+        return INTERRUPTED
+    result["next"] = [f"baton {verb} {shlex.quote(str(target))}" for verb in ("evaluate", "episodes")]
+    if arguments.json:
+        print(show.to_json(result))
+    else:
+        _print(["", *show.summary_lines(result), "", *result["next"]])
+    return STALLED if ending == "stalled" else 0
+
+
+def _again(arguments: argparse.Namespace, target: Path, *, resume: bool) -> str:
+    """The command that goes on with this run."""
+    words = ["baton", "train", arguments.config, "--run", str(target), *(["--resume"] if resume else [])]
+    for override in arguments.set:
+        words += ["--set", override]
+    return shlex.join(words)
+
+
+# ---- inspect, episodes -----------------------------------------------------------------------------------------
+
+
+def _of_stage(found: Sequence[Record], stage: int | None) -> list[Record]:
+    return [record for record in found if stage is None or record["stage"] == stage]
+
+
+def _require_stage(updates: Sequence[Record], stage: int | None, path: str) -> None:
+    there = sorted({int(u["stage"]) for u in updates})
+    if stage is not None and stage not in there:
+        has = f"it has stages {there[0]} to {there[-1]}" if there else "it has no complete update yet"
+        raise ConfigError(f"--stage {stage}: {path} has no such stage; {has}")
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    opened = run.open_run(arguments.run)
+    start, updates = opened.start, opened.updates
+    stages = opened.records("stage")
+    _require_stage(updates, arguments.stage, arguments.run)
+    chosen, complete = _of_stage(updates, arguments.stage), _of_stage(stages, arguments.stage)
+    if arguments.json:
+        document = {"run": str(opened.path), "ending": opened.ending, "start": start, "updates": chosen, "stages": complete}
+        print(show.to_json(document, indent=2))
+        return 0
+    config = opened.config
+    plan, ending = config.algorithm, opened.ending or "running, or killed"
+    print(f"{opened.path}: {plan.name}, {len(updates)} agent updates of {plan.stages} stages, {ending}")
+    if arguments.stage is None:
+        _print(["start", *show.start_lines(start)])
+        if updates:
+            _print(["", *show.update_table(chosen)])
+        if complete:
+            _print(["", "the published bound, for information only", *map(show.certificate_line, complete)])
+        _print(["", *show.summary_lines(show.summary(updates, [a.name for a in config.agents]))])
+        return 0
+    for update in chosen:
+        _print(["", *show.update_details(update)])
+    for stage in complete:
+        _print(["", *show.certificate_lines(stage)])
+    return 0
+
+
+def _episodes(arguments: argparse.Namespace) -> int:
+    opened = run.open_run(arguments.run)
+    agents = [agent.name for agent in opened.config.agents]
+    if arguments.agent is not None and arguments.agent not in agents:
+        raise ConfigError(f"--agent {arguments.agent}: {arguments.run} has no such agent; it has {', '.join(agents)}")
+    _require_stage(opened.updates, arguments.stage, arguments.run)
+    updates = [u for u in _of_stage(opened.updates, arguments.stage) if arguments.agent in (None, u["agent"])]
+    found: list[Record] = []
+    left = arguments.limit
+    for update in reversed(updates):
+        if left == 0:
+            break
+        path = opened.path / update["episodes_file"]
+        if not path.is_file():
+            raise RunError(f"{path} is gone; restore it, or choose another --stage")
+        # Probe episodes end at the gate's agent and are never graded: nothing about them failed.
+        rows = [row for row in records.read_episodes(path) if row["use"] != "probe"]
+        wanted = [row for row in rows if row["outcome"] == "failed"] if arguments.failed else rows
+        shown = [{**row, "versions": json.loads(row["versions"])} for row in wanted[:left]]
+        left -= len(shown)
+        head = {"stage": update["stage"], "agent": update["agent"], "counts": show.count_episodes(rows)}
+        if arguments.json:
+            found.append({**head, "episodes": shown})
+        elif shown or not arguments.failed:
+            print(show.count_line(update, head["counts"]))
+            for row in shown:
+                _print(["", *show.episode_lines(row)])
+            print()
+    if arguments.json:
+        print(show.to_json({"run": str(opened.path), "updates": found}, indent=2))
+    elif left == arguments.limit:
+        print("no failed episodes" if arguments.failed else "no episodes")
+    return 0
+
+
+# ---- evaluate, doctor ------------------------------------------------------------------------------------------
+
+
+def _evaluate(arguments: argparse.Namespace) -> int:
+    is_run = (Path(arguments.target) / "stages.jsonl").is_file()
+    if is_run and arguments.config:
+        raise ConfigError(f"--config: the run {arguments.target} has a config of its own; leave it out")
+    if not is_run and not arguments.config:
+        raise ConfigError(f"{arguments.target} is no run directory; to evaluate a model, name the task with --config CONFIG")
+    for name, is_set in (("--no-baselines", arguments.no_baselines), ("--full-information", arguments.full_information)):
+        if not is_run and is_set:
+            raise ConfigError(f"{name} is for runs; a model is measured alone")
+    with show.Console(sys.stderr) as console:
+        if is_run:
+            report = evaluate(
+                arguments.target,
+                k=arguments.k,
+                episodes=arguments.episodes,
+                baselines=not arguments.no_baselines,
+                full_information=arguments.full_information,
+                reporter=console,
+            )
+        else:
+            report = evaluate_model(
+                arguments.target,
+                configs.load(arguments.config),
+                k=arguments.k,
+                episodes=arguments.episodes,
+                root=Path(arguments.config).resolve().parent,
+                reporter=console,
+            )
+    if arguments.json:
+        print(show.to_json(report, indent=2))
+    else:
+        _print(show.score_lines(report))
+    return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    with show.Console(sys.stderr) as console:
+        report = doctor.examine(reporter=console)
+    if arguments.json:
+        print(show.to_json(report, indent=2))
+    else:
+        _print(show.health_lines(report))
+    return 0 if report["fit"] else FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""Exact divergences between two laws of the next token, per state, in nats (ALGORITHMS 2.4).
+
+Axes: S states, V vocabulary, N token states in batch order, M messages.
+
+Laws are log-probabilities. A token of probability 0 is -inf and contributes 0 to value and gradient; p > 0
+where q = 0 is +inf, a value that must fail a gate; a NaN stays a NaN. Nothing is clamped: these numbers
+decide.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from baton.core.losses import LOG_RATIO_BOUND
+from baton.errors import ConfigError, DataError
+
+MIN_TEMPERATURE = 0.01
+"""Lowest temperature that is scored: below it fp32 logits divided by T overflow or lose all but one token."""
+
+
+def log_law(
+    logits: Float[Tensor, "*states V"], *, temperature: float, forbidden: Bool[Tensor, " V"] | None = None
+) -> Float[Tensor, "*states V"]:
+    """Log-probabilities of logits / T, in fp32 (fp64 stays fp64). The only way from logits to a law (A01).
+
+    `forbidden` marks vocabulary rows that cannot be sampled, padded rows among them: they get probability 0
+    (-inf).
+
+    Raises:
+        ConfigError: temperature below MIN_TEMPERATURE or not finite.
+        DataError: every token is forbidden.
+    """
+    if not (math.isfinite(temperature) and temperature >= MIN_TEMPERATURE):
+        raise ConfigError(f"temperature {temperature}: need a finite number >= {MIN_TEMPERATURE}")
+    scaled = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
+    if forbidden is not None:
+        if bool(forbidden.all()):
+            raise DataError(f"all {forbidden.numel()} tokens are forbidden; leave at least one")
+        scaled = scaled.masked_fill(forbidden, -math.inf)
+    return torch.log_softmax(scaled, dim=-1)
+
+
+def kl(log_p: Float[Tensor, "S V"], log_q: Float[Tensor, "S V"]) -> Float[Tensor, " S"]:
+    """KL(p || q) = sum_v p (log p - log q) of each state, in nats."""
+    absent = log_p == -math.inf
+    # An absent token reads p = q = 1 from here on: it adds 1 * (0 - 0), to the value and to the gradient.
+    log_p, log_q = log_p.masked_fill(absent, 0.0), log_q.masked_fill(absent, 0.0)
+    unmatched = log_q == -math.inf
+    # p may underflow to 0 where q = 0: 0 * inf would be NaN, and the divergence is infinite.
+    finite = torch.exp(log_p) * (log_p - log_q.masked_fill(unmatched, 0.0))
+    return finite.masked_fill(unmatched, math.inf).sum(dim=-1)
+
+
+def exact(log_new: Float[Tensor, "S V"], log_old: Float[Tensor, "S V"]) -> tuple[Float[Tensor, " S"], Float[Tensor, " S"]]:
+    """(kl_new_old, kl_old_new) of each state, in nats: KL(candidate || current) and KL(current ||
+    candidate)."""
+    return kl(log_new, log_old), kl(log_old, log_new)
+
+
+def entropy(log_p: Float[Tensor, "S V"]) -> Float[Tensor, " S"]:
+    """-sum_v p log p of each state, in nats."""
+    log_p = log_p.masked_fill(log_p == -math.inf, 0.0)  # an absent token adds 1 * 0
+    return -(torch.exp(log_p) * log_p).sum(dim=-1)
+
+
+def total_variation(log_p: Float[Tensor, "S V"], log_q: Float[Tensor, "S V"]) -> Float[Tensor, " S"]:
+    """Half the sum of |p - q| of each state: the largest difference of the probability of any event, in [0,
+    1]."""
+    return 0.5 * (torch.exp(log_p) - torch.exp(log_q)).abs().sum(dim=-1)
+
+
+def k3(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """e^x - 1 - x at x = log candidate - log current of a sampled token: non-negative, for logs and losses
+    only.
+
+    On tokens sampled by `current` its mean estimates kl_old_new; it is not exact, and no gate reads it.
+    Above x = LOG_RATIO_BOUND = 20 it stays at its value there, e^20 - 21 = 4.8516517e8, with gradient 0
+    (A13). NaN stays NaN.
+    """
+    x = log_ratio.clamp(max=LOG_RATIO_BOUND)
+    return torch.expm1(x) - x
+
+
+def message_values(values: Float[Tensor, " N"], row: Int[Tensor, " N"]) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
+    """(mean, sum) of the values of each message, in fp64. `row` says which message a state belongs to.
+
+    Messages come in order of first appearance, whatever their numbers.
+    """
+    _, place = torch.unique(row, return_inverse=True)
+    count = int(place.max()) + 1 if place.numel() else 0
+    position = torch.arange(place.numel(), device=place.device)
+    first = position.new_zeros(count).scatter_reduce(0, place, position, "amin", include_self=False)
+    rank = torch.empty_like(first)
+    rank[torch.argsort(first)] = torch.arange(count, device=place.device)
+    place = rank[place]
+    zeros = torch.zeros(count, dtype=torch.float64, device=values.device)
+    sums = zeros.index_add(0, place, values.double())
+    sizes = zeros.index_add(0, place, torch.ones_like(values, dtype=torch.float64))
+    return sums / sizes, sums

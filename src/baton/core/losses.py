@@ -1,0 +1,363 @@
+"""Policy losses: one weight, one penalty, one denominator (ALGORITHMS 2.3, 4.2, 4.8).
+
+Axes: B rows, T tokens, E episodes. x = log pi_theta - behavior_logprob, rho = exp(x), A a token's advantage.
+
+Every loss is a sum divided by a denominator that the caller counted over the whole optimiser batch, so
+micro-batches add up to one large batch. What stands under a False mask is set aside before anything is
+computed from it: a NaN there reaches neither the value nor the gradient, while a NaN on an action token
+reaches both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from baton.errors import ConfigError, DataError, MissingError
+from baton.types import AdvantageBatch, TokenBatch
+
+LOG_RATIO_BOUND = 20.0
+"""Largest exponent of a ratio, in nats: e^20 = 4.85e8 still multiplies and adds in fp32. It bounds losses
+only; no decision reads it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Band:
+    """Ratios that count: low < rho < high, strict at both ends (SAO paper, Eq. 3; ALGORITHMS B2).
+
+    Two bounds, never 1 - eps: in double precision 1 - .8 is below .2, so a ratio of .2 would pass (G40).
+    """
+
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.low < 1.0 < self.high < math.inf:
+            raise ConfigError(f"band ({self.low}, {self.high}): need 0 <= low < 1 < high, so that an unmoved token counts")
+
+
+TIGHT = Band(low=0.8, high=1.25)
+"""Synchronous mode (decision)."""
+REASONING = Band(low=0.7, high=6.0)
+"""SAO paper, mathematics with Python."""
+CODING = Band(low=0.2, high=4.0)
+"""SAO paper, coding."""
+BANDS: Mapping[str, Band] = MappingProxyType({"tight": TIGHT, "reasoning": REASONING, "coding": CODING})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dis:
+    """Ratio as a constant weight inside the band, 0 outside (ALGORITHMS 4.2)."""
+
+    band: Band
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ppo:
+    """Clipped ratio per token (ALGORITHMS 4.8, weight `ppo`)."""
+
+    clip: float = 0.2
+
+    def __post_init__(self) -> None:
+        _require_clip(self.clip)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SequenceRatio:
+    """Clipped ratio of an episode's own tokens taken together (ALGORITHMS F6; parity with the SAT paper)."""
+
+    clip: float = 0.2
+
+    def __post_init__(self) -> None:
+        _require_clip(self.clip)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Likelihood:
+    """w = 1: with advantage 1 this is maximum likelihood, the objective of a supervised warm start."""
+
+
+Weight = Dis | Ppo | SequenceRatio | Likelihood
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossTerm:
+    """A loss, already divided by its denominator, and what to log beside it.
+
+    `diagnostics` are sums over tokens or episodes: those of micro-batches add up to those of the batch.
+    """
+
+    total: Float[Tensor, ""]
+    diagnostics: dict[str, float]
+
+
+# ---- pieces ------------------------------------------------------------------------------------------------
+
+
+def log_ratio(
+    logprobs_BT: Float[Tensor, "B T"], behavior_BT: Float[Tensor, "B T"], mask_BT: Bool[Tensor, "B T"]
+) -> Float[Tensor, "B T"]:
+    """x = log pi_theta - behavior_logprob in nats on action tokens, exactly 0 elsewhere."""
+    return _under(mask_BT, logprobs_BT) - _under(mask_BT, behavior_BT)
+
+
+def safe_exp(x: Float[Tensor, "*shape"]) -> tuple[Float[Tensor, "*shape"], int]:
+    """exp(min(x, LOG_RATIO_BOUND)), and how many entries met the bound.
+
+    Every weight goes through here. Beyond the bound the gradient is 0, and the entry is counted. NaN stays
+    NaN.
+    """
+    return torch.exp(x.clamp(max=LOG_RATIO_BOUND)), int((x > LOG_RATIO_BOUND).sum())
+
+
+def kl_term(kl_new_old_BT: Float[Tensor, "B T"], mask_BT: Bool[Tensor, "B T"], *, denominator: float) -> Float[Tensor, ""]:
+    """Sum of kl_new_old over action tokens / denominator, in nats per token when the denominator is N_act."""
+    return _divide(_under(mask_BT, kl_new_old_BT).sum(), int(mask_BT.sum()), denominator)
+
+
+# ---- weights -----------------------------------------------------------------------------------------------
+
+
+def dis(
+    logprobs_BT: Float[Tensor, "B T"],
+    behavior_BT: Float[Tensor, "B T"],
+    advantages_BT: Float[Tensor, "B T"],
+    mask_BT: Bool[Tensor, "B T"],
+    *,
+    band: Band,
+    denominator: float,
+) -> LossTerm:
+    """-sum_t mask_t * sg(f(rho_t)) * A_t * log pi_theta / denominator, f(rho) = rho inside the band, else 0.
+
+    (SAO paper, Eq. 1 and 3.) Without the stop-gradient sg the derivative gains a factor 1 + log pi and is
+    wrong (G19). The denominator counts rejected tokens too. Diagnostics: tokens, kept, rejected_low,
+    rejected_high, clamped.
+
+    Raises:
+        DataError: the denominator is not a positive number although there are action tokens.
+    """
+    ratio_BT, clamped = safe_exp(log_ratio(logprobs_BT, behavior_BT, mask_BT).detach())
+    low_BT, high_BT = mask_BT & (ratio_BT <= band.low), mask_BT & (ratio_BT >= band.high)
+    # "Not rejected" rather than "inside": a NaN ratio is neither, and must reach the loss.
+    counts_BT = mask_BT & ~(low_BT | high_BT)
+    terms_BT = _under(counts_BT, ratio_BT) * _under(counts_BT, advantages_BT) * _under(counts_BT, logprobs_BT)
+    tokens = int(mask_BT.sum())
+    diagnostics = {
+        "tokens": float(tokens),
+        "kept": float((mask_BT & (ratio_BT > band.low) & (ratio_BT < band.high)).sum()),
+        "rejected_low": float(low_BT.sum()),
+        "rejected_high": float(high_BT.sum()),
+        "clamped": float(clamped),
+    }
+    return LossTerm(total=_divide(-terms_BT.sum(), tokens, denominator), diagnostics=diagnostics)
+
+
+def ppo(
+    logprobs_BT: Float[Tensor, "B T"],
+    behavior_BT: Float[Tensor, "B T"],
+    advantages_BT: Float[Tensor, "B T"],
+    mask_BT: Bool[Tensor, "B T"],
+    *,
+    clip: float,
+    denominator: float,
+) -> LossTerm:
+    """-sum_t mask_t * min(rho_t A_t, clip(rho_t, 1-eps, 1+eps) A_t) / denominator.
+
+    (PPO 1707.06347; ALGORITHMS 4.8.) Differentiated through the ratio. Diagnostics: tokens, clipped (the
+    minimum took the clipped side), clamped.
+
+    Raises:
+        DataError: the denominator is not a positive number although there are action tokens.
+    """
+    ratio_BT, clamped = safe_exp(log_ratio(logprobs_BT, behavior_BT, mask_BT))
+    advantage_BT = _under(mask_BT, advantages_BT)
+    free_BT = ratio_BT * advantage_BT
+    bounded_BT = ratio_BT.clamp(1.0 - clip, 1.0 + clip) * advantage_BT
+    tokens = int(mask_BT.sum())
+    diagnostics = {
+        "tokens": float(tokens),
+        "clipped": float((bounded_BT < free_BT).sum()),
+        "clamped": float(clamped),
+    }
+    total = _divide(-torch.minimum(free_BT, bounded_BT).sum(), tokens, denominator)
+    return LossTerm(total=total, diagnostics=diagnostics)
+
+
+def likelihood(
+    logprobs_BT: Float[Tensor, "B T"],
+    advantages_BT: Float[Tensor, "B T"],
+    mask_BT: Bool[Tensor, "B T"],
+    *,
+    denominator: float,
+) -> LossTerm:
+    """-sum_t mask_t * A_t * log pi_theta / denominator. No behavior policy enters. Diagnostics: tokens."""
+    tokens = int(mask_BT.sum())
+    terms_BT = _under(mask_BT, advantages_BT) * _under(mask_BT, logprobs_BT)
+    return LossTerm(total=_divide(-terms_BT.sum(), tokens, denominator), diagnostics={"tokens": float(tokens)})
+
+
+def sequence(
+    logprobs_BT: Float[Tensor, "B T"],
+    behavior_BT: Float[Tensor, "B T"],
+    advantages_BT: Float[Tensor, "B T"],
+    mask_BT: Bool[Tensor, "B T"],
+    *,
+    episode_B: Int[Tensor, " B"],
+    clip: float,
+    denominator: float,
+) -> LossTerm:
+    """-sum_e min(r_e A_e, exp(clip(u_e, log(1-eps), log(1+eps))) A_e) / denominator, r = exp(u).
+
+    (SAT paper, trust-region update; ALGORITHMS F6.) u_e sums x over all own tokens of the episode, in all
+    of its rows, without length normalisation. A_e is the one advantage that the episode's action tokens
+    carry. All rows of an episode must be in the call. Diagnostics: episodes, clipped, clamped.
+
+    Raises:
+        DataError: action tokens of one episode carry different advantages, or the denominator is not
+        positive.
+    """
+    _, place_B = torch.unique(episode_B, return_inverse=True)
+    n_episodes = int(place_B.max()) + 1 if place_B.numel() else 0
+    x_BT = log_ratio(logprobs_BT, behavior_BT, mask_BT)
+    u_E = torch.zeros(n_episodes, dtype=x_BT.dtype, device=x_BT.device).index_add(0, place_B, x_BT.sum(dim=1))
+    advantage_E, acts_E = _episode_advantages(advantages_BT, mask_BT, place_B, n_episodes)
+    ratio_E, clamped = safe_exp(u_E)
+    free_E = ratio_E * advantage_E
+    bounded_E = torch.exp(u_E.clamp(math.log1p(-clip), math.log1p(clip))) * advantage_E
+    episodes = int(acts_E.sum())
+    diagnostics = {
+        "episodes": float(episodes),
+        "clipped": float((bounded_E < free_E).sum()),
+        "clamped": float(clamped),
+    }
+    total = _divide(-torch.minimum(free_E, bounded_E).sum(), episodes, denominator)
+    return LossTerm(total=total, diagnostics=diagnostics)
+
+
+# ---- objective ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Objective:
+    """What one optimiser step minimises: policy term + penalty * mean kl_new_old over action tokens.
+
+    (ALGORITHMS 2.3, objective decision.) With penalty 0 the divergence is neither needed nor looked at:
+    infinite KL times 0 would be NaN.
+    """
+
+    weight: Weight
+    penalty: float
+    """beta, per nat."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.penalty) and self.penalty >= 0.0):
+            raise ConfigError(f"penalty {self.penalty}: need a finite number >= 0")
+
+    @property
+    def needs_kl(self) -> bool:
+        return self.penalty > 0.0
+
+    def denominator(self, batch: TokenBatch) -> float:
+        """What the policy term is divided by: the batch's action tokens, or its episodes for `sequence`."""
+        match self.weight:
+            case Dis() | Ppo() | Likelihood():
+                return float(batch.n_act)
+            case SequenceRatio():
+                return float(batch.n_episodes)
+
+    def __call__(
+        self,
+        logprobs_BT: Float[Tensor, "B T"],
+        batch: AdvantageBatch,
+        *,
+        kl_new_old_BT: Float[Tensor, "B T"] | None,
+        denominator: float,
+        n_act: int,
+    ) -> LossTerm:
+        """The loss of these rows; `denominator` and `n_act` are those of the whole optimiser batch.
+
+        `kl_new_old_BT` is KL(policy now || anchor) in nats with its gradient; only read when `needs_kl`.
+        Diagnostics are those of the weight, and `kl_sum` (nats summed over action tokens) with a penalty.
+
+        Raises:
+            MissingError: the penalty needs a divergence and there is none.
+            DataError: see the weight's own function.
+        """
+        tokens, device = batch.batch, logprobs_BT.device
+        behavior_BT = tokens.behavior_logprobs.to(device)
+        advantages_BT, mask_BT = batch.advantages.to(device), tokens.mask.to(device)
+        match self.weight:
+            case Dis(band=band):
+                term = dis(logprobs_BT, behavior_BT, advantages_BT, mask_BT, band=band, denominator=denominator)
+            case Ppo(clip=clip):
+                term = ppo(logprobs_BT, behavior_BT, advantages_BT, mask_BT, clip=clip, denominator=denominator)
+            case Likelihood():
+                term = likelihood(logprobs_BT, advantages_BT, mask_BT, denominator=denominator)
+            case SequenceRatio(clip=clip):
+                term = sequence(
+                    logprobs_BT,
+                    behavior_BT,
+                    advantages_BT,
+                    mask_BT,
+                    episode_B=tokens.episode.to(device),
+                    clip=clip,
+                    denominator=denominator,
+                )
+        if not self.needs_kl:
+            return term
+        if kl_new_old_BT is None:
+            raise MissingError(
+                f"objective of '{tokens.agent}' has penalty {self.penalty} and no divergence; "
+                "pass kl_new_old_BT or set penalty 0"
+            )
+        kl = kl_term(kl_new_old_BT, mask_BT, denominator=float(n_act))
+        kl_sum = float(_under(mask_BT, kl_new_old_BT.detach()).sum())
+        return LossTerm(total=term.total + self.penalty * kl, diagnostics={**term.diagnostics, "kl_sum": kl_sum})
+
+
+def _require_clip(clip: float) -> None:
+    if not 0.0 < clip < 1.0:
+        raise ConfigError(f"clip {clip}: need 0 < clip < 1 (the lower end of the interval is 1 - clip)")
+
+
+def _under(mask_BT: Bool[Tensor, "B T"], value_BT: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+    """The value where the mask is True and 0 elsewhere; chosen, not multiplied, so junk leaves no
+    gradient."""
+    return torch.where(mask_BT, value_BT, torch.zeros_like(value_BT))
+
+
+def _divide(total: Float[Tensor, ""], count: int, denominator: float) -> Float[Tensor, ""]:
+    """total / denominator. A sum over nothing is exactly 0, whatever the denominator."""
+    if count == 0:
+        return total.abs()  # an empty sum, with its graph; abs because -0.0 prints badly
+    if not (math.isfinite(denominator) and denominator > 0.0):
+        raise DataError(f"loss over {count} terms has denominator {denominator}; count it over the whole optimiser batch")
+    return total / denominator
+
+
+def _episode_advantages(
+    advantages_BT: Float[Tensor, "B T"], mask_BT: Bool[Tensor, "B T"], place_B: Int[Tensor, " B"], count: int
+) -> tuple[Float[Tensor, " E"], Bool[Tensor, " E"]]:
+    """The advantage that each episode's action tokens agree on (0 without any), and which episodes have
+    any."""
+    owner = place_B[:, None].expand_as(mask_BT)[mask_BT]
+    values = advantages_BT[mask_BT]
+    empty_E = torch.zeros(count, dtype=values.dtype, device=values.device)
+    top_E = empty_E.scatter_reduce(0, owner, values, "amax", include_self=False)
+    bottom_E = empty_E.scatter_reduce(0, owner, values, "amin", include_self=False)
+    uneven_E = (top_E != bottom_E) & ~torch.isnan(top_E)
+    if bool(uneven_E.any()):
+        place = int(uneven_E.nonzero()[0, 0])
+        raise DataError(
+            f"episode number {place} of this batch has advantages from {float(bottom_E[place])} to "
+            f"{float(top_E[place])}; weight 'sequence' needs one advantage for a whole episode"
+        )
+    acts_E = torch.zeros(count, dtype=torch.bool, device=values.device)
+    acts_E[owner] = True
+    return top_E, acts_E

@@ -1,0 +1,1 @@
+"""Backends behind the seam of `engine.py`."""

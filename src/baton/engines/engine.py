@@ -1,0 +1,158 @@
+"""The seam: what an engine must offer so that everything above it runs unchanged.
+
+A new engine implements `Sampler` and `Learner` (and a `Codec` for its models) and passes `baton.testing.check_sampler`,
+`check_learner` and `check_codec`; nothing else changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from jaxtyping import Float
+from torch import Tensor
+
+from baton.core.keyed import Key
+from baton.core.losses import Objective
+from baton.types import (
+    AdvantageBatch,
+    AgentId,
+    FinishReason,
+    Message,
+    PublishProof,
+    Slot,
+    Snapshot,
+    StepReport,
+    TokenBatch,
+    TokenDivergence,
+    TokenIds,
+    Weights,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One message to sample. Token i of it is the inverse CDF of the law at uniform i under `key` (ALGORITHMS 5.6)."""
+
+    id: str
+    agent: AgentId
+    slot: Slot
+    prompt_ids: TokenIds
+    max_new_tokens: int
+    temperature: float
+    key: Key
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """What was sampled: ids (the end token included where the model ended), their log-probabilities under the law they
+    were drawn from (temperature applied), and the version that the slot held."""
+
+    id: str
+    ids: TokenIds
+    logprobs: tuple[float, ...]
+    version: int
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoreRequest:
+    """Log-probabilities wanted for `ids` after `prompt_ids`, from the sampler's own kernels."""
+
+    agent: AgentId
+    slot: Slot
+    prompt_ids: TokenIds
+    ids: TokenIds
+    temperature: float
+
+
+class Codec(Protocol):
+    """Between text and one model's ids: its chat template and its tokenizer."""
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Every id that ends a message (tokenizer and generation config together)."""
+        ...
+
+    @property
+    def context_length(self) -> int: ...
+
+    def encode(self, messages: Sequence[Message]) -> TokenIds:
+        """Prompt ids up to and including the generation prompt.
+
+        Content is encoded apart from the template with special-token parsing off, so that text can never become a control
+        token; a message with `ids` keeps them. Raises ModelError where the template loses or repeats a message.
+        """
+        ...
+
+    def reply(self, text: str) -> TokenIds:
+        """A message as the agent itself would sample it: its content, then the id that ends it."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text without control tokens."""
+        ...
+
+
+class Sampler(Protocol):
+    """Holds served weights in slots and samples from them."""
+
+    def submit(self, requests: Sequence[Request]) -> AsyncIterator[Completion]:
+        """Sample every request. What is drawn depends on the requests and their order alone, never on timing."""
+        ...
+
+    async def score(self, requests: Sequence[ScoreRequest]) -> Sequence[tuple[float, ...]]: ...
+
+    async def publish(self, agent: AgentId, slot: Slot, weights: Weights, version: int) -> PublishProof:
+        """Put weights into a slot and read back what landed. The proof's fingerprint is computed from what is held."""
+        ...
+
+    async def swap(self, agent: AgentId) -> None:
+        """Exchange the promoted and the candidate slot (after the commit record is durable)."""
+        ...
+
+    async def cancel(self, ids: Collection[str]) -> None: ...
+
+
+class Anchor(Protocol):
+    """The policy as it was at `Learner.remember`, at the action states of that batch; the engine's own."""
+
+    @property
+    def logprobs(self) -> Float[Tensor, "B T"]:
+        """Log-probability of each sampled token at the sampling temperature (0 where the mask is False)."""
+        ...
+
+
+class Learner(Protocol):
+    """Owns one agent's fp32 masters and optimiser. Everything it reports about a policy is about the weights as served."""
+
+    def logprobs(self, batch: TokenBatch) -> Float[Tensor, "B T"]:
+        """Log-probability of each action token at `batch.temperature`, 0 elsewhere; served weights, no gradient."""
+        ...
+
+    def remember(self, batch: TokenBatch) -> Anchor: ...
+
+    def divergence(self, batch: TokenBatch, anchor: Anchor) -> TokenDivergence:
+        """Exact KL of the policy now (new) against the anchor (old), both scored in the same batch layout."""
+        ...
+
+    def step(self, batch: AdvantageBatch, objective: Objective, *, lr: float, anchor: Anchor | None) -> StepReport:
+        """One optimiser step on the whole batch, in micro-batches whose sum equals one large batch.
+
+        `anchor` was remembered on `batch.batch` and is required when `objective.needs_kl`.
+
+        Raises:
+            NonFiniteError: loss, gradient or a stepped weight is not finite (the weights may have moved: restore).
+        """
+        ...
+
+    def blend(self, towards: Snapshot, origin: Snapshot, scale: float) -> None:
+        """Masters become origin + scale * (towards - origin); moments and step count become the origin's."""
+        ...
+
+    def snapshot(self) -> Snapshot: ...
+
+    def restore(self, snapshot: Snapshot) -> None: ...
+
+    def weights(self) -> Weights: ...

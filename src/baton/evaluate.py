@@ -1,0 +1,364 @@
+"""A team on its held-out test prompts, beside what a team's result never stands without (ALGORITHMS 2.7, 3.8).
+
+Four baselines: the untrained team; the same model in all seats; the best single agent at an equal token budget; one model
+of the total size with full information. One that was not run says why. Every row is paired by prompt with the team's:
+same prompts, same keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from baton import assemble, protocols
+from baton.assemble import Plan
+from baton.config import AgentOptions, Config
+from baton.core import scores
+from baton.core.keyed import Key, key, permutation
+from baton.engines.engine import Codec
+from baton.errors import ConfigError
+from baton.protocols import ChainOptions, VoteOptions
+from baton.records import Record
+from baton.rollout import Play, Seat, Substitute, Table
+from baton.run import Reporter, Silent, complete, open_run
+from baton.types import AgentId, Episode, Failed, Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of a score report: a mean over prompts with its interval, and what it cost in generated tokens."""
+
+    name: str
+    value: float | None
+    low: float | None = None
+    high: float | None = None
+    n: int = 0
+    """Prompts: the independent unit."""
+    tokens_per_answer: float | None = None
+    pass_at_k: float | None = None
+    cut: float | None = None
+    failed: int = 0
+    difference: tuple[float, float, float] | None = None
+    """Team minus this row, paired by prompt, with its 95 % interval."""
+    note: str = ""
+
+
+def evaluate(
+    path: str | Path,
+    *,
+    k: int = 1,
+    episodes: int | None = None,
+    baselines: bool = True,
+    full_information: str | None = None,
+    reporter: Reporter | None = None,
+) -> Record:
+    """Evaluate a run's promoted team on its `test` prompts.
+
+    Args:
+        k: episodes per prompt; reports avg@k and the unbiased pass@k of k team episodes.
+        episodes: episodes in all (default eval.episodes, or what the test set holds).
+        baselines: also run the seats' ablations and the four baselines.
+        full_information: a model to run as the "one model of the total size"; it is asked the whole question.
+    """
+    run = open_run(path)
+    plan = assemble.prepare(run.config, root=Path(run.start["root"]))
+    assemble.set_threads(plan.config, plan.parameters)
+    names = [a.name for a in plan.config.agents]
+    now = {n: run.folder(n) for n in names}
+    start = {n: run.folder(n, 0) for n in names}
+    bench = _Bench(plan, k=k, episodes=episodes, reporter=reporter or Silent())
+    try:
+        team = bench.measure("team", bench.seated(now), now)
+        rows = [bench.row(team)]
+        untrained = bench.measure("untrained team", bench.seated(start), start)
+        rows.append(bench.row(untrained, team))
+        if baselines:
+            rows += _baselines(bench, team, now, full_information)
+    finally:
+        bench.close()
+    return {
+        "run": str(run.path),
+        "k": k,
+        "prompts": len(bench.tasks),
+        "temperature": plan.config.eval.temperature,
+        "facts": dict(plan.env.facts(len(names))),
+        "versions": {m.agent: m.version for m in run.position.team.members},
+        "rows": [_plain(row) for row in rows],
+    }
+
+
+def evaluate_model(
+    spec: str, config: Config, *, k: int = 1, episodes: int | None = None, root: Path, reporter: Reporter | None = None
+) -> Record:
+    """One model alone on the test prompts of a config's env: it is asked the whole question."""
+    lone = config.model_copy(update={"agents": tuple(a.model_copy(update={"warm_start": None}) for a in config.agents)})
+    plan = assemble.prepare(lone, root=root)
+    assemble.set_threads(plan.config, plan.parameters)
+    bench = _Bench(plan, k=k, episodes=episodes, reporter=reporter or Silent())
+    try:
+        name = plan.config.agents[-1].name
+        folder, codec, parameters = assemble.load_base(spec, seed=config.seed)
+        result = bench.measure(spec, bench.alone(name, codec, 1), {name: folder}, whole_question=True)
+        row = replace(bench.row(result), note=f"{parameters:,} parameters, asked the whole question in one call")
+    finally:
+        bench.close()
+    return {
+        "model": spec,
+        "k": k,
+        "prompts": len(bench.tasks),
+        "temperature": config.eval.temperature,
+        "facts": dict(plan.env.facts(len(config.agents))),
+        "rows": [_plain(row)],
+    }
+
+
+def _baselines(bench: _Bench, team: _Result, now: Mapping[AgentId, Path], full_information: str | None) -> list[Row]:
+    plan = bench.plan
+    names = list(now)
+    rows: list[Row] = []
+    for seat, name in enumerate(names):
+        if plan.env.ablate(bench.tasks[0], seat, key("probe")) is None:
+            note = "not run: the env knows no uninformed message"
+            rows.append(Row(name=f"{name} replaced by chance", value=None, note=note))
+            continue
+
+        def substitute(task: Task, index: int, at: Key, seat: int = seat) -> str | None:
+            return plan.env.ablate(task, index, at) if index == seat else None
+
+        result = bench.measure(f"{name} replaced by chance", bench.seated(now), now, substitute=substitute)
+        rows.append(bench.row(result, team))
+    # The same model in all seats: the best of the agents, each with the seats' own roles.
+    if len(names) > 1:
+        relays = [
+            (name, bench.measure(f"self-relay {name}", bench.seated(now, everyone=name), {n: now[name] for n in names}))
+            for name in names
+        ]
+        best, result = max(relays, key=lambda pair: pair[1].mean)
+        note = f"{best} in every seat, the best of {len(names)}"
+        rows.append(replace(bench.row(result, team), name="same model in all seats", note=note))
+        rows.append(_best_single(bench, team, now))
+    rows.append(_full_information(bench, team, full_information))
+    return rows
+
+
+def _best_single(bench: _Bench, team: _Result, now: Mapping[AgentId, Path]) -> Row:
+    """The best over agents of the better of (a) one answer with n times the tokens, (b) the majority of n answers, each
+    agent asked the whole question (ALGORITHMS 3.8)."""
+    n = len(now)
+    found: list[tuple[str, _Result]] = []
+    for name, folder in now.items():
+        codec = bench.plan.codecs[name]
+        longer = bench.measure(
+            f"{name} alone, {n}x tokens", bench.alone(name, codec, n), {name: folder}, whole_question=True
+        )
+        found.append((f"{name} alone, one answer of up to {n} times the tokens", longer))
+        voters = bench.voting(name, codec, n)
+        majority = bench.measure(
+            f"{name} alone, majority of {n}", voters, {seat.agent: folder for seat in voters.seats}, whole_question=True
+        )
+        found.append((f"{name} alone, majority of {n} answers", majority))
+    what, result = max(found, key=lambda pair: pair[1].mean)
+    return replace(bench.row(result, team), name="best single agent, equal tokens", note=what)
+
+
+def _full_information(bench: _Bench, team: _Result, spec: str | None) -> Row:
+    name = "one model of the total size, full information"
+    total = sum(bench.plan.parameters.values())
+    if spec is None:
+        return Row(
+            name=name,
+            value=None,
+            note=f"not run: give a model of about {total:,} parameters with --full-information",
+        )
+    folder, codec, parameters = assemble.load_base(spec, seed=bench.plan.config.seed)
+    agent = bench.plan.config.agents[-1].name
+    result = bench.measure(spec, bench.alone(agent, codec, len(bench.plan.seats)), {agent: folder}, whole_question=True)
+    note = f"{spec}, {parameters:,} parameters (the team has {total:,})"
+    return replace(bench.row(result, team), name=name, note=note)
+
+
+# ---- the bench -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Lineup:
+    """Seats and rules of one measurement."""
+
+    seats: tuple[Seat, ...]
+    protocol: protocols.TeamProtocol
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Result:
+    name: str
+    per_prompt: tuple[float, ...]
+    """Mean reward of each prompt's k episodes; a prompt whose episodes all failed is left out (None in `kept`)."""
+    kept: tuple[int, ...]
+    episodes: tuple[Episode, ...]
+    pass_at_k: float | None
+
+    @property
+    def mean(self) -> float:
+        return sum(self.per_prompt) / max(1, len(self.per_prompt))
+
+
+class _Bench:
+    """The same prompts and keys for every measurement of one evaluation."""
+
+    def __init__(self, plan: Plan, *, k: int, episodes: int | None, reporter: Reporter) -> None:
+        if k < 1:
+            raise ConfigError(f"k = {k}: an evaluation needs at least one episode per prompt")
+        if not plan.splits.test:
+            raise ConfigError("the test set is empty; give the env more prompts")
+        wanted = max(1, (episodes if episodes is not None else plan.config.eval.episodes) // k)
+        order = permutation(key(plan.config.seed, "test"), len(plan.splits.test))
+        self.tasks = [plan.splits.test[i] for i in order[:wanted]]
+        self.plan, self.k, self.reporter = plan, k, reporter
+        self._pool = assemble.grader_pool(plan)
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+
+    def _seat(self, seat: Seat, **changes: Any) -> Seat:
+        return replace(seat, temperature=self.plan.config.eval.temperature, **changes)
+
+    def seated(self, folders: Mapping[AgentId, Path], everyone: AgentId | None = None) -> _Lineup:
+        """The team in its seats, or one agent's model in all of them."""
+        codec = None if everyone is None else self.plan.codecs[everyone]
+        return _Lineup(
+            seats=tuple(self._seat(s) if codec is None else self._seat(s, codec=codec) for s in self.plan.seats),
+            protocol=self.plan.protocol,
+        )
+
+    def alone(self, name: AgentId, codec: Codec, times: int) -> _Lineup:
+        """One agent that is asked the whole question and may use `times` a seat's tokens."""
+        protocol = protocols.build(ChainOptions(), 1)
+        last = self.plan.seats[-1]
+        system = "" if not last.system else protocol.default_system(0)
+        longest = max(s.max_new_tokens for s in self.plan.seats)
+        seat = self._seat(last, agent=name, codec=codec, system=system, max_new_tokens=longest * times)
+        return _Lineup(seats=(seat,), protocol=protocol)
+
+    def voting(self, name: AgentId, codec: Codec, n: int) -> _Lineup:
+        """n answers of one agent and their majority."""
+        protocol = protocols.build(VoteOptions(), n)
+        one = self.alone(name, codec, 1).seats[0]
+        return _Lineup(seats=tuple(replace(one, agent=f"{name}-{i + 1}") for i in range(n)), protocol=protocol)
+
+    def measure(
+        self,
+        name: str,
+        lineup: _Lineup,
+        folders: Mapping[AgentId, Path],
+        *,
+        substitute: Substitute | None = None,
+        whole_question: bool = False,
+    ) -> _Result:
+        """k episodes on each test prompt."""
+        plan = self.plan
+        config = _only(plan.config, list(folders))
+        crew = assemble.crew(config, folders, learners=[])
+        table = Table(
+            seats=lineup.seats,
+            protocol=lineup.protocol,
+            sampler=crew.sampler,
+            grade=assemble.grader(plan, self._pool),
+            normalise=plan.env.normalise,
+        )
+        tasks = [replace(t, views=()) for t in self.tasks] if whole_question else self.tasks
+        plays = [Play(task=task, sibling=i) for task in tasks for i in range(self.k)]
+        total = len(plays) * len(lineup.seats) * lineup.protocol.own_turns
+        done = [0]
+
+        def tick() -> None:
+            done[0] += 1
+            self.reporter.progress(name, min(done[0], total), total)
+
+        async def run() -> list[Episode]:
+            for agent, folder in folders.items():
+                await crew.sampler.publish(agent, "promoted", crew.load(folder), 0)
+            return await table.play(
+                plays,
+                address=(plan.config.seed, "evaluate"),
+                versions={seat.agent: 0 for seat in lineup.seats},
+                substitute=substitute,
+                tick=tick,
+            )
+
+        episodes = complete(run())
+        means: list[float] = []
+        kept: list[int] = []
+        passes: list[float] = []
+        high = plan.env.reward_range[1]
+        for p in range(len(tasks)):
+            rewards = [e.reward for e in episodes[p * self.k : (p + 1) * self.k] if e.is_scored]
+            if rewards:
+                kept.append(p)
+                means.append(sum(rewards) / len(rewards))
+                right = sum(r >= high for r in rewards)
+                passes.append(scores.pass_at_k(len(rewards), right, len(rewards)))
+        if not means:
+            reasons = [e.outcome.reason for e in episodes if isinstance(e.outcome, Failed)]
+            raise ConfigError(f"{name}: all {len(episodes)} episodes failed; first: {reasons[0]}")
+        return _Result(
+            name=name,
+            per_prompt=tuple(means),
+            kept=tuple(kept),
+            episodes=tuple(episodes),
+            pass_at_k=sum(passes) / len(passes) if self.k > 1 else None,
+        )
+
+    def row(self, result: _Result, team: _Result | None = None) -> Row:
+        """A result as a line, paired with the team's where it is given."""
+        interval = scores.mean_interval(result.per_prompt)
+        turns = [t for e in result.episodes for t in e.turns]
+        difference: tuple[float, float, float] | None = None
+        if team is not None:
+            mine = dict(zip(result.kept, result.per_prompt, strict=True))
+            theirs = dict(zip(team.kept, team.per_prompt, strict=True))
+            both = sorted(mine.keys() & theirs.keys())
+            if len(both) > 1:
+                paired = scores.paired_interval([theirs[p] for p in both], [mine[p] for p in both])
+                difference = (paired.value, paired.low, paired.high)
+        return Row(
+            name=result.name,
+            value=interval.value,
+            low=interval.low,
+            high=interval.high,
+            n=interval.n,
+            tokens_per_answer=sum(len(t.ids) for t in turns) / len(result.episodes),
+            pass_at_k=result.pass_at_k,
+            cut=sum(t.cut for t in turns) / max(1, len(turns)),
+            failed=sum(not e.is_scored for e in result.episodes),
+            difference=difference,
+        )
+
+
+def _only(config: Config, names: Sequence[AgentId]) -> Config:
+    """The config with one entry per name that a measurement loads (voters and lone agents are not in the file)."""
+    known = {a.name: a for a in config.agents}
+    agents = tuple(known.get(n) or _like(config.agents[-1], n) for n in names)
+    return config.model_copy(update={"agents": agents})
+
+
+def _like(agent: AgentOptions, name: AgentId) -> AgentOptions:
+    return agent.model_copy(update={"name": name})
+
+
+def _plain(row: Row) -> Record:
+    return {
+        "name": row.name,
+        "value": row.value,
+        "low": row.low,
+        "high": row.high,
+        "n": row.n,
+        "tokens_per_answer": row.tokens_per_answer,
+        "pass_at_k": row.pass_at_k,
+        "cut": row.cut,
+        "failed": row.failed,
+        "difference": list(row.difference) if row.difference else None,
+        "note": row.note,
+    }

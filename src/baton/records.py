@@ -1,0 +1,330 @@
+"""The run directory as data: what a record says, and writing it so that a crash leaves the old or the new, never half.
+
+    runs/<name>/
+      config.toml            resolved
+      stages.jsonl           one line per event (`kind`): start, begin, update, stage, resume, end; flushed and fsynced
+      team.json              which agent at which version, in which folder
+      state/<agent>/v00003/  a promoted version as a plain `from_pretrained` folder, in the serving dtype
+      state/<agent>/training-00012.safetensors   AdamW moments (and fp32 masters where they differ from what is served)
+      episodes/, divergences/                    parquet, one file per agent update
+
+An update's line is the commit point of its promotion: the files it names are durable before it is written. Nothing here
+is a pickle and nothing needs baton to be read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from baton.algorithms.acceptance import ReplaySums
+from baton.algorithms.sat import AgentState, Evidence, Position, StageEntry
+from baton.errors import RunError
+from baton.team import Member, Team
+from baton.types import Episode, Failed, Snapshot, Truncated
+
+SCHEMA = 1
+
+Record = dict[str, Any]
+
+
+# ---- durable writes --------------------------------------------------------------------------------------------
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_tree(folder: Path) -> None:
+    """Make every file below a folder durable, then the names."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            with path.open("rb") as handle:
+                os.fsync(handle.fileno())
+    sync_folder(folder)
+
+
+def write_file(path: Path, write: Callable[[Path], None]) -> None:
+    """A file made by `write` under a temporary name, fsynced and renamed into place."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    write(partial)
+    with partial.open("rb") as handle:
+        os.fsync(handle.fileno())
+    partial.replace(path)
+    sync_folder(path.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    """A text file, whole or not at all."""
+    write_file(path, lambda partial: cast("None", partial.write_text(text, encoding="utf-8")))
+
+
+def write_folder(path: Path, write: Callable[[Path], None]) -> None:
+    """A folder made by `write` under a temporary name, fsynced and renamed into place; an older one is replaced."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir()
+    write(partial)
+    sync_tree(partial)
+    if path.exists():
+        shutil.rmtree(path)
+    partial.replace(path)
+    sync_folder(path.parent)
+
+
+# ---- the journal file ------------------------------------------------------------------------------------------
+
+
+def plain(value: Any) -> Any:
+    """A record's value as JSON knows it: dataclasses as objects with their kind where a union needs it, tuples as lists."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        out = {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        name = type(value).__name__
+        return {"kind": name.lower(), **out} if name in ("Accepted", "Rejected") else out
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in cast("Mapping[Any, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in cast("Sequence[Any]", value)]
+    return value
+
+
+def append_record(path: Path, record: Record) -> None:
+    """One JSON line, flushed and fsynced before this returns. Infinities are written as JSON5 does (Infinity)."""
+    line = json.dumps({"schema": SCHEMA, **record}, ensure_ascii=False, separators=(",", ":")) + "\n"
+    is_new = not path.exists()
+    with path.open("ab") as handle:
+        handle.write(line.encode())
+        handle.flush()
+        os.fsync(handle.fileno())
+    if is_new:
+        sync_folder(path.parent)
+
+
+def read_records(path: Path) -> list[Record]:
+    """Every complete line. A last line without its newline was being written when the process died and is left out.
+
+    Raises:
+        RunError: a complete line is no record, or is of another schema (names both).
+    """
+    if not path.exists():
+        return []
+    records: list[Record] = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise RunError(f"{path}, line {number} is damaged ({error}); restore the file from a copy") from error
+        if not isinstance(record, dict) or cast("Record", record).get("schema") != SCHEMA:
+            found = cast("Record", record).get("schema") if isinstance(record, dict) else None
+            raise RunError(f"{path}, line {number} has schema {found}; this version reads schema {SCHEMA}")
+        records.append(cast("Record", record))
+    return records
+
+
+def rewrite_records(path: Path, records: Sequence[Record]) -> None:
+    """Replace the journal atomically (an incomplete joint stage is taken back; a torn last line is dropped)."""
+    lines = [json.dumps(record, ensure_ascii=False, separators=(",", ":")) + "\n" for record in records]
+    write_text(path, "".join(lines))
+
+
+# ---- positions -------------------------------------------------------------------------------------------------
+
+
+def position_record(position: Position) -> Record:
+    """A position as JSON; `read_position` gives an equal one."""
+    return cast("Record", plain(position))
+
+
+def _agent_state(record: Record) -> AgentState:
+    rest = {k: v for k, v in record.items() if k != "replay"}
+    return AgentState(replay=ReplaySums(**record["replay"]), **rest)
+
+
+def read_position(record: Record) -> Position:
+    """The position that a record holds."""
+    return Position(
+        team=Team(members=tuple(Member(**m) for m in record["team"]["members"])),
+        agents={name: _agent_state(state) for name, state in record["agents"].items()},
+        done=record["done"],
+        stalled=tuple((str(reason), float(reward)) for reason, reward in record["stalled"]),
+        entries=tuple(StageEntry(**entry) for entry in record["entries"]),
+    )
+
+
+# ---- training state --------------------------------------------------------------------------------------------
+
+
+def save_training(path: Path, snapshot: Snapshot, *, with_masters: bool) -> None:
+    """Moments, and masters where they differ from what is served, as safetensors."""
+    tensors: dict[str, Tensor] = {f"moment.{k}": v.contiguous() for k, v in snapshot.moments.items()}
+    if with_masters:
+        tensors |= {f"master.{k}": v.contiguous() for k, v in snapshot.weights.items()}
+    metadata = {"steps": str(snapshot.steps), "schema": str(SCHEMA)}
+    write_file(path, lambda partial: save_file(tensors, partial, metadata=metadata))
+
+
+def load_training(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(masters, moments); masters are empty where the served weights are the masters."""
+    tensors = load_file(path)
+    masters = {k.removeprefix("master."): v for k, v in tensors.items() if k.startswith("master.")}
+    moments = {k.removeprefix("moment."): v for k, v in tensors.items() if k.startswith("moment.")}
+    return masters, moments
+
+
+# ---- episodes and divergences ----------------------------------------------------------------------------------
+
+
+def _outcome(episode: Episode) -> tuple[str, float | None, str]:
+    outcome = episode.outcome
+    if isinstance(outcome, Failed):
+        return "failed", None, outcome.reason
+    return ("truncated" if isinstance(outcome, Truncated) else "scored"), outcome.reward, outcome.reason
+
+
+def episode_rows(episodes: Sequence[Episode], *, use: str, prompts: Mapping[str, str]) -> list[Record]:
+    """Episodes as rows of the parquet file; `use` is train, probe or test."""
+    rows: list[Record] = []
+    for e in episodes:
+        kind, reward, reason = _outcome(e)
+        rows.append(
+            {
+                "id": e.id,
+                "use": use,
+                "task_id": e.task_id,
+                "prompt": prompts.get(e.task_id, ""),
+                "outcome": kind,
+                "reward": reward,
+                "reason": reason,
+                "answer": e.answer,
+                "versions": json.dumps(dict(e.versions)),
+                "turns": [
+                    {
+                        "kind": t.kind,
+                        "agent": t.agent,
+                        "seat": t.seat,
+                        "text": t.text,
+                        "prompt_ids": list(t.prompt_ids),
+                        "ids": list(t.ids),
+                        "logprobs": list(t.logprobs),
+                        "versions": list(t.versions),
+                        "finish_reason": t.finish_reason,
+                        "cut": t.cut,
+                    }
+                    for t in e.turns
+                ],
+            }
+        )
+    return rows
+
+
+TURN = pa.struct(
+    [
+        ("kind", pa.string()),
+        ("agent", pa.string()),
+        ("seat", pa.int32()),
+        ("text", pa.string()),
+        ("prompt_ids", pa.list_(pa.int32())),
+        ("ids", pa.list_(pa.int32())),
+        ("logprobs", pa.list_(pa.float64())),
+        ("versions", pa.list_(pa.int32())),
+        ("finish_reason", pa.string()),
+        ("cut", pa.bool_()),
+    ]
+)
+EPISODES = pa.schema(
+    [
+        ("id", pa.string()),
+        ("use", pa.string()),
+        ("task_id", pa.string()),
+        ("prompt", pa.string()),
+        ("outcome", pa.string()),
+        ("reward", pa.float64()),
+        ("reason", pa.string()),
+        ("answer", pa.string()),
+        ("versions", pa.string()),
+        ("turns", pa.list_(TURN)),
+    ]
+)
+
+
+def write_episodes(path: Path, rows: Sequence[Record]) -> None:
+    """Episodes as parquet."""
+    table = pa.Table.from_pylist(list(rows), schema=EPISODES)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    pq.write_table(table, partial, compression="zstd")
+    partial.replace(path)
+
+
+def read_episodes(path: Path) -> list[Record]:
+    """The rows of an episodes file."""
+    return pq.read_table(path).to_pylist()
+
+
+def write_divergences(path: Path, evidence: Evidence) -> None:
+    """KL of every probe state at every look, in nats, with the episode, message and token it belongs to."""
+    states = evidence.states
+    if states is None or not evidence.looks:
+        return
+    columns: dict[str, list[Any]] = {
+        name: [] for name in ("scale", "episode", "token", "message", "prompt", "drawn", "kl_new_old", "kl_old_new")
+    }
+    drawn = set(states.drawn.tolist())
+    message, unit = states.message.tolist(), states.unit.tolist()
+    for record, divergence in evidence.looks:
+        rows, positions = divergence.row.tolist(), divergence.position.tolist()
+        columns["scale"] += [record.scale] * len(rows)
+        columns["episode"] += [states.batch.episode_ids[r] for r in rows]
+        columns["token"] += positions
+        columns["message"] += message
+        columns["prompt"] += unit
+        columns["drawn"] += [n in drawn for n in range(len(rows))]
+        columns["kl_new_old"] += divergence.kl_new_old.tolist()
+        columns["kl_old_new"] += divergence.kl_old_new.tolist()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    pq.write_table(pa.table(columns), partial, compression="zstd")
+    partial.replace(path)
+
+
+# ---- one process per run ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def locked(folder: Path) -> Generator[None]:
+    """Hold the run directory: a second process is refused instead of writing beside the first.
+
+    Raises:
+        RunError: another process holds it, or the directory cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = (folder / ".lock").open("a")
+    except OSError as error:
+        raise RunError(f"run directory {folder} cannot be written ({error.strerror}); choose another with --run") from error
+    with handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise RunError(f"run {folder} is in use by another process; wait for it or choose another --run") from error
+        yield

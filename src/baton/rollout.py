@@ -1,0 +1,211 @@
+"""Episodes of a team, played in waves (ALGORITHMS 5.6).
+
+A wave is every request of one agent at one turn index, sorted by episode, in one `submit`; grading runs between waves.
+What is sampled depends on the address and the weights alone, never on timing: that is what makes resume bitwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from baton.core.keyed import Key, choice, key
+from baton.engines.engine import Codec, Completion, Request, Sampler
+from baton.errors import BatonError
+from baton.protocols import TeamProtocol
+from baton.types import AgentId, Episode, Failed, Outcome, Scored, Slot, Task, Truncated, Turn
+
+Grader = Callable[[Sequence[tuple[Task, str]]], Sequence[Outcome]]
+"""Grades many answers at once: `Scored` or `Failed` for each, in order."""
+
+
+Substitute = Callable[[Task, int, Key], str | None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seat:
+    """One agent's place at the table and how it is sampled."""
+
+    agent: AgentId
+    system: str
+    max_new_tokens: int
+    temperature: float
+    codec: Codec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Play:
+    """One episode to be played. `sibling` tells apart the episodes of one prompt."""
+
+    task: Task
+    sibling: int = 0
+
+
+@dataclass
+class _State:
+    play: Play
+    id: str
+    turns: list[Turn] = field(default_factory=lambda: list[Turn]())
+    rotation: int = 0
+    outcome: Outcome | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Everything an episode needs: who sits where, the rules, the sampler and the grader."""
+
+    seats: tuple[Seat, ...]
+    protocol: TeamProtocol
+    sampler: Sampler
+    grade: Grader
+    normalise: Callable[[str], str | None]
+
+    def _request(self, state: _State, index: int, address: tuple[str | int, ...], slot: Slot) -> Request | None:
+        seat = self.seats[index]
+        prompt = seat.codec.encode(self.protocol.messages(state.play.task, state.turns, index, seat.system))
+        room = seat.codec.context_length - len(prompt) - seat.max_new_tokens
+        if room < 0:
+            state.outcome = Failed(
+                reason=f"context: '{seat.agent}' needs {len(prompt)} prompt tokens + {seat.max_new_tokens} new ones, "
+                f"its context holds {seat.codec.context_length}"
+            )
+            return None
+        at = key(*address, state.play.task.id, state.play.sibling, len(state.turns), seat.agent)
+        return Request(
+            id=state.id,
+            agent=seat.agent,
+            slot=slot,
+            prompt_ids=prompt,
+            max_new_tokens=seat.max_new_tokens,
+            temperature=seat.temperature,
+            key=at,
+        )
+
+    def _turn(self, index: int, request: Request, said: Completion) -> Turn:
+        seat = self.seats[index]
+        return Turn(
+            kind="action",
+            agent=seat.agent,
+            seat=index,
+            text=seat.codec.decode(said.ids),
+            prompt_ids=request.prompt_ids,
+            ids=said.ids,
+            logprobs=said.logprobs,
+            versions=(said.version,) * len(said.ids),
+            finish_reason=said.finish_reason,
+            # A limit of one token leaves no room for an end token: the format is one token, nothing was cut.
+            cut=said.finish_reason == "length" and seat.max_new_tokens > 1,
+        )
+
+    async def _wave(
+        self,
+        states: Sequence[_State],
+        index: int,
+        address: tuple[str | int, ...],
+        slots: Mapping[AgentId, Slot],
+        substitute: Substitute | None,
+        tick: Callable[[], None],
+    ) -> list[tuple[_State, Turn]]:
+        """One seat's messages for all these episodes, in one submit."""
+        seat = self.seats[index]
+        said: list[tuple[_State, Turn]] = []
+        asked: dict[str, tuple[_State, Request]] = {}
+        for state in states:
+            if substitute is not None:
+                text = substitute(state.play.task, index, key(*address, state.id, len(state.turns), "substitute"))
+                if text is not None:
+                    turn = Turn(kind="observation", agent=seat.agent, seat=index, text=text)
+                    said.append((state, turn))
+                    continue
+            request = self._request(state, index, address, slots.get(seat.agent, "promoted"))
+            if request is not None:
+                asked[request.id] = (state, request)
+        if asked:
+            requests = [request for _, request in asked.values()]
+            heard: dict[str, Completion] = {}
+            async for completion in self.sampler.submit(requests):
+                heard[completion.id] = completion
+                tick()
+            missing = [i for i in asked if i not in heard]
+            if missing:
+                raise BatonError(f"the sampler gave no completion for {len(missing)} requests, first {missing[0]}")
+            said += [(state, self._turn(index, request, heard[i])) for i, (state, request) in asked.items()]
+        return said
+
+    def _is_over(self, state: _State, until: AgentId | None) -> bool:
+        if state.outcome is not None:
+            return True
+        if until is None:
+            return False
+        return sum(turn.agent == until for turn in state.turns) >= self.protocol.own_turns
+
+    async def play(
+        self,
+        plays: Sequence[Play],
+        *,
+        address: tuple[str | int, ...],
+        versions: Mapping[AgentId, int],
+        slots: Mapping[AgentId, Slot] | None = None,
+        until: AgentId | None = None,
+        substitute: Substitute | None = None,
+        tick: Callable[[], None] = lambda: None,
+    ) -> list[Episode]:
+        """Play every episode and grade it; the result has the order of `plays`.
+
+        Args:
+            address: start of every key (run seed, stage, agent, purpose); prompt, sibling, turn and speaker follow.
+            versions: the team as promoted, written into each episode.
+            slots: where each agent's weights are taken from (default: promoted).
+            until: stop after this agent's last own turn and grade nothing: the gate's probe episodes. Their outcome is
+                `Failed("probe")`, so that they can never be trained on.
+            substitute: gives a seat's message instead of its agent (seat ablation), or None to let the agent speak.
+            tick: called once per message (progress, a request to stop).
+        """
+        states = [
+            _State(
+                play=p,
+                id="/".join(str(part) for part in (*address, p.task.id, p.sibling)),
+                rotation=choice(key(*address, p.task.id, p.sibling, "rotation"), 1 << 16),
+            )
+            for p in plays
+        ]
+        if len({state.id for state in states}) != len(states):
+            raise BatonError("two episodes share an id; give the siblings of one prompt different numbers")
+        live = states
+        while live:
+            due: dict[int, list[_State]] = {}
+            still: list[_State] = []
+            for state in live:
+                seats = () if self._is_over(state, until) else self.protocol.due(state.turns, state.rotation)
+                for seat in seats:
+                    due.setdefault(seat, []).append(state)
+                if seats:
+                    still.append(state)
+            said: list[tuple[_State, Turn]] = []
+            for index in sorted(due):
+                said += await self._wave(due[index], index, address, slots or {}, substitute, tick)
+            # Simultaneous speakers do not hear each other: turns are appended once all of them have spoken.
+            for state, turn in said:
+                state.turns.append(turn)
+            live = still
+        answers = ["" if state.outcome is not None or until is not None else self._answer(state) for state in states]
+        graded = [i for i, state in enumerate(states) if state.outcome is None and until is None]
+        for i, outcome in zip(graded, self.grade([(states[i].play.task, answers[i]) for i in graded]), strict=True):
+            if isinstance(outcome, Scored) and self.protocol.is_cut(states[i].turns):
+                outcome = Truncated(reward=outcome.reward, reason=outcome.reason)
+            states[i].outcome = outcome
+        return [
+            Episode(
+                id=state.id,
+                group=state.play.task.id,
+                task_id=state.play.task.id,
+                versions=versions,
+                turns=tuple(state.turns),
+                answer=answer,
+                outcome=state.outcome or Failed(reason="probe"),
+            )
+            for state, answer in zip(states, answers, strict=True)
+        ]
+
+    def _answer(self, state: _State) -> str:
+        return self.protocol.answer(state.turns, self.normalise, key(state.id, "tie"))

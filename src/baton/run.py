@@ -1,0 +1,776 @@
+"""A run: started, interrupted, resumed, extended, loaded. The run directory is the memory; this is who writes it.
+
+`train` and `load_team` are the only places where a config becomes a running team.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import platform
+import signal
+import threading
+import time
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib.metadata import version as package_version
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+
+from baton import assemble, records
+from baton.algorithms import sat
+from baton.algorithms.acceptance import Trainee, check_floor
+from baton.algorithms.options import KNOBS, resolve_group
+from baton.algorithms.sat import (
+    AgentState,
+    Evidence,
+    Position,
+    StageReport,
+    UpdateReport,
+    World,
+)
+from baton.algorithms.warm_start import WarmStartRecord
+from baton.assemble import Crew, Plan
+from baton.config import Config
+from baton.config import load as load_config
+from baton.core import batching
+from baton.core.keyed import SAMPLE
+from baton.engines import local
+from baton.engines.engine import Learner
+from baton.errors import BatonError, Interrupted, RunError
+from baton.records import Record
+from baton.rollout import Play, Table
+from baton.team import Member, Team
+from baton.types import AgentId, Episode, Snapshot, Task, Weights, verdict_word
+
+START_PROMPTS = 64
+"""Train prompts on which the start accuracy is measured (ALGORITHMS 2.2)."""
+
+
+class Reporter(Protocol):
+    """What a person sees of a run while it runs."""
+
+    def say(self, text: str) -> None:
+        """One line worth keeping."""
+        ...
+
+    def progress(self, what: str, done: int, total: int, note: str = "") -> None:
+        """A long step is at `done` of `total`."""
+        ...
+
+    def update(self, record: Record) -> None:
+        """An agent update is complete."""
+        ...
+
+    def stage(self, record: Record) -> None: ...
+
+
+class Silent:
+    """A reporter that says nothing."""
+
+    def say(self, text: str) -> None:
+        """Nothing."""
+
+    def progress(self, what: str, done: int, total: int, note: str = "") -> None:
+        """Nothing."""
+
+    def update(self, record: Record) -> None:
+        """Nothing."""
+
+    def stage(self, record: Record) -> None:
+        """Nothing."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run directory as it lies on disk."""
+
+    path: Path
+
+    @property
+    def config(self) -> Config:
+        """The resolved config of the run."""
+        return load_config(self.path / "config.toml")
+
+    def records(self, kind: str | None = None) -> list[Record]:
+        """The lines of `stages.jsonl`, all or of one kind."""
+        found = records.read_records(self.path / "stages.jsonl")
+        return found if kind is None else [r for r in found if r["kind"] == kind]
+
+    @property
+    def start(self) -> Record:
+        """The line of the start. Raises RunError where the run never got that far."""
+        lines = self.records("start")
+        if not lines:
+            raise RunError(f"{self.path} holds no started run: stages.jsonl has no line of kind 'start'")
+        return lines[0]
+
+    @property
+    def updates(self) -> list[Record]:
+        return self.records("update")
+
+    @property
+    def position(self) -> Position:
+        """Where the run stands: after its last complete agent update."""
+        last = self.updates[-1] if self.updates else self.start
+        return records.read_position(last["position"])
+
+    @property
+    def ending(self) -> str | None:
+        """How the run last ended: finished, converged, stalled, interrupted; None while it runs or after a crash."""
+        last = self.records()
+        return str(last[-1]["ending"]) if last and last[-1]["kind"] == "end" else None
+
+    @property
+    def files(self) -> dict[AgentId, Record]:
+        """Agent -> {weights, training, steps}: the files of its promoted version."""
+        last = self.updates[-1] if self.updates else self.start
+        return cast("dict[AgentId, Record]", last["files"])
+
+    def folder(self, agent: AgentId, version: int | None = None) -> Path:
+        """The folder of an agent's promoted version, or of an older one. Raises RunError where it was not kept."""
+        relative = self.files[agent]["weights"] if version is None else f"state/{agent}/v{version:05d}"
+        folder = self.path / relative
+        if not folder.is_dir():
+            raise RunError(
+                f"{agent}@{version} is not kept in {self.path}; checkpoint.keep_promoted = 'all' keeps every version"
+            )
+        return folder
+
+
+def open_run(path: str | Path) -> Run:
+    """A run directory to read.
+
+    Raises:
+        RunError: there is none.
+    """
+    run = Run(Path(path))
+    if not (run.path / "config.toml").is_file():
+        raise RunError(f"{path} is no run directory: it has no config.toml")
+    return run
+
+
+# ---- stopping --------------------------------------------------------------------------------------------------
+
+
+class Stop:
+    """A request to stop, made by the first Ctrl-C (or SIGTERM) and obeyed at the next tick; the second one is final."""
+
+    def __init__(self, reporter: Reporter) -> None:
+        self.asked = False
+        self._reporter = reporter
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        self.asked = True
+        self._reporter.say("stopping: the update in hand is dropped, everything before it is saved (again to stop at once)")
+
+    def check(self) -> None:
+        if self.asked:
+            raise Interrupted("stopped by the user")
+
+
+@contextmanager
+def stoppable(reporter: Reporter) -> Generator[Stop]:
+    """Turn the first Ctrl-C into an orderly stop while the block runs (outside the main thread, signals are the host's)."""
+    stop = Stop(reporter)
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+T = TypeVar("T")
+
+
+def complete(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end, also where an event loop is already running (a notebook)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        # A loop of our own that leaves signals alone: Ctrl-C is `stoppable`'s.
+        loop = asyncio.new_event_loop()
+        try:
+            return loop.run_until_complete(work)
+        finally:
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.close()
+    box: list[T | BaseException] = []
+
+    def target() -> None:
+        try:
+            box.append(complete(work))
+        except BaseException as error:
+            box.append(error)
+
+    thread = threading.Thread(target=target)
+    thread.start()
+    thread.join()
+    result = box[0]
+    if isinstance(result, BaseException):
+        raise result
+    return result
+
+
+# ---- the journal -----------------------------------------------------------------------------------------------
+
+
+class RunJournal:
+    """Writes a run as it happens (see `records` for the layout)."""
+
+    def __init__(
+        self, run: Run, plan: Plan, crew: Crew, reporter: Reporter, stop: Stop, next_versions: dict[AgentId, int]
+    ) -> None:
+        self.run, self.plan, self.crew, self.reporter, self.stop = run, plan, crew, reporter, stop
+        self.journal = run.path / "stages.jsonl"
+        self.next_versions = next_versions
+        self.points: list[tuple[bool, dict[AgentId, Record]]] = []
+        """(can be resumed from, files) of every update so far."""
+        self._what, self._done = "", 0
+        self._prompts: dict[str, str] = {}
+
+    def begin(self, agent: AgentId, stage: int) -> int:
+        version = self.next_versions[agent]
+        self.next_versions[agent] = version + 1
+        records.append_record(self.journal, {"kind": "begin", "agent": agent, "stage": stage, "version": version})
+        return version
+
+    def tick(self, what: str, total: int) -> None:
+        self.stop.check()
+        self._done = self._done + 1 if what == self._what and self._done < total else 1
+        self._what = what
+        self.reporter.progress(what, self._done, total)
+
+    def commit(
+        self, report: UpdateReport, evidence: Evidence, position: Position, promoted: tuple[Snapshot, Weights] | None
+    ) -> None:
+        self.stop.check()
+        files = dict(self.points[-1][1])
+        if promoted is not None:
+            files[report.agent] = self._save(report, promoted, files[report.agent])
+        name = f"{report.position:06d}-{report.agent}"
+        prompts = (
+            {t.id: t.prompt for t in (*self.plan.splits.train, *self.plan.splits.probe)}
+            if not self._prompts
+            else self._prompts
+        )
+        self._prompts = prompts
+        rows = records.episode_rows(evidence.episodes, use="train", prompts=prompts)
+        rows += records.episode_rows(evidence.probe, use="probe", prompts=prompts)
+        records.write_episodes(self.run.path / "episodes" / f"{name}.parquet", rows)
+        records.write_divergences(self.run.path / "divergences" / f"{name}.parquet", evidence)
+        record: Record = {
+            "kind": "update",
+            "word": verdict_word(report.verdict),
+            **cast("Record", records.plain(report)),
+            "to_version": report.to_version,
+            "time": time.time(),
+            "episodes_file": f"episodes/{name}.parquet",
+            "files": files,
+            "position": records.position_record(position),
+        }
+        records.append_record(self.journal, record)
+        is_resumable = report.schedule != "joint" or not position.entries
+        self.points.append((is_resumable, files))
+        write_team(self.run, position, files)
+        self._prune()
+        self.reporter.update(record)
+
+    def _save(self, report: UpdateReport, promoted: tuple[Snapshot, Weights], before: Record) -> Record:
+        snapshot, weights = promoted
+        folder = self.run.path / "state" / report.agent
+        version = folder / f"v{report.candidate_version:05d}"
+        records.write_folder(version, lambda partial: self.crew.save(report.agent, partial, weights))
+        training = before["training"]
+        # A shrunk update keeps its moments, and masters that are served lie in the version folder already.
+        if snapshot.steps != before["steps"] or not self.crew.serves_masters:
+            path = folder / f"training-{report.position:06d}.safetensors"
+            records.save_training(path, snapshot, with_masters=not self.crew.serves_masters)
+            training = str(path.relative_to(self.run.path))
+        return {"weights": str(version.relative_to(self.run.path)), "training": training, "steps": snapshot.steps}
+
+    def stage(self, report: StageReport) -> None:
+        record: Record = {"kind": "stage", **cast("Record", records.plain(report)), "time": time.time()}
+        records.append_record(self.journal, record)
+        self.reporter.stage(record)
+
+    def _prune(self) -> None:
+        """Remove what no kept resume point and no kept version needs."""
+        options = self.plan.config.checkpoint
+        resumable = [i for i, (is_resumable, _) in enumerate(self.points) if is_resumable]
+        first = resumable[-options.keep] if len(resumable) >= options.keep else 0
+        needed = {
+            str(f[name]) for _, files in self.points[first:] for f in files.values() for name in ("weights", "training")
+        }
+        for agent in self.points[-1][1]:
+            folder = self.run.path / "state" / agent
+            versions = sorted(folder.glob("v[0-9]*"))
+            last = [str(v.relative_to(self.run.path)) for v in versions[-2:]]
+            for path in (*versions, *folder.glob("training-*.safetensors")):
+                name = str(path.relative_to(self.run.path))
+                is_version = path.is_dir()
+                if name in needed or (is_version and (name in last or path.name == "v00000")):
+                    continue
+                if is_version and options.keep_promoted == "all":
+                    continue
+                _remove(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        for inner in path.iterdir():
+            inner.unlink()
+        path.rmdir()
+    else:
+        path.unlink()
+
+
+def write_team(run: Run, position: Position, files: Mapping[AgentId, Record]) -> None:
+    """`team.json`: which agent at which version, and where it lies."""
+    team = {
+        "schema": records.SCHEMA,
+        "agents": [
+            {"name": m.agent, "model": m.model, "version": m.version, "incarnation": m.incarnation, **files[m.agent]}
+            for m in position.team.members
+        ],
+    }
+    records.write_text(run.path / "team.json", json.dumps(team, indent=2) + "\n")
+
+
+# ---- training --------------------------------------------------------------------------------------------------
+
+
+def train(
+    config: Config | str | Path,
+    *,
+    run: str | Path | None = None,
+    resume: bool = False,
+    overrides: Sequence[str] = (),
+    reporter: Reporter | None = None,
+) -> Run:
+    """Train a team and return its run. From a path, `overrides` are `a.b=c` as on the command line.
+
+    Args:
+        run: the run directory (default: runs/<name of the config file>, or runs/run).
+        resume: continue the run there; `algorithm.stages`, `[checkpoint]` and `[eval]` may have changed, nothing else.
+
+    Raises:
+        ConfigError, ModelError, DataError: refused before any model loads.
+        RunError: the directory is taken, absent, of another config, or unwritable.
+        Interrupted: the user asked to stop; what was complete is on disk.
+    """
+    reporter = reporter or Silent()
+    if isinstance(config, Config):
+        parsed, root, name = config, Path.cwd(), "run"
+    else:
+        parsed, root, name = load_config(config, overrides), Path(config).resolve().parent, Path(config).stem
+    target = Run(Path(run) if run is not None else Path("runs") / name)
+    check_directory(target, parsed, resume=resume)
+    with records.locked(target.path):
+        if resume:
+            parsed, root = resumed_config(target, parsed, root)
+        else:
+            check_directory(target, parsed, resume=False)
+        with stoppable(reporter) as stop:
+            try:
+                ending = complete(_train(parsed, root, target, reporter, stop))
+            except Interrupted:
+                # The line counts only for runs that started: before that there is nothing to take up.
+                if target.records("start"):
+                    records.append_record(target.path / "stages.jsonl", {"kind": "end", "ending": "interrupted"})
+                raise
+        records.append_record(target.path / "stages.jsonl", {"kind": "end", "ending": ending})
+    return target
+
+
+def check_directory(run: Run, config: Config, *, resume: bool) -> None:
+    """A new run needs a directory that holds none; a resumed one needs a run that got somewhere.
+
+    Raises:
+        RunError: says which, and what to do.
+    """
+    started = (run.path / "stages.jsonl").exists() and bool(run.records("start"))
+    if resume and not (run.path / "config.toml").is_file():
+        raise RunError(f"nothing to resume in {run.path}: it holds no run; leave out --resume to start one")
+    if not resume and started:
+        raise RunError(f"{run.path} already holds a run; --resume continues it, --run DIR starts another one elsewhere")
+
+
+def resumed_config(run: Run, asked: Config, root: Path) -> tuple[Config, Path]:
+    """The config to go on with: the run's own, with what may change taken from `asked`.
+
+    Raises:
+        RunError: something else differs (names each key with both values), or stages would shrink below what is done.
+    """
+    own = run.config
+    if own.digest != asked.digest:
+        changed = _differences(own.model_dump(mode="json"), asked.model_dump(mode="json"))
+        allowed = ("algorithm.stages", "checkpoint.", "eval.")
+        refused = [f"{k}: {a!r} in the run, {b!r} asked" for k, a, b in changed if not k.startswith(allowed)]
+        raise RunError(
+            f"{run.path} was started with another config; only algorithm.stages, [checkpoint] and [eval] may change:\n  "
+            + "\n  ".join(refused)
+        )
+    lines = run.records("start")
+    if not lines:
+        return asked, root
+    updates = run.updates
+    done = int(updates[-1]["stage"]) if updates else 0
+    if asked.algorithm.stages < done:
+        raise RunError(
+            f"algorithm.stages = {asked.algorithm.stages}: the run is at stage {done} already; ask for at least that"
+        )
+    if own.algorithm.name == "independent" and asked.algorithm.stages != own.algorithm.stages:
+        raise RunError(
+            "an independent run trains one agent after another and cannot be extended; start one with more stages"
+        )
+    return asked, Path(lines[0]["root"])
+
+
+def _differences(a: Any, b: Any, at: str = "") -> list[tuple[str, Any, Any]]:
+    if isinstance(a, dict) and isinstance(b, dict):
+        left, right = cast("Record", a), cast("Record", b)
+        return [d for k in sorted(left | right) for d in _differences(left.get(k), right.get(k), f"{at}.{k}" if at else k)]
+    if isinstance(a, list) and isinstance(b, list) and len(cast("list[Any]", a)) == len(cast("list[Any]", b)):
+        pairs = zip(cast("list[Any]", a), cast("list[Any]", b), strict=True)
+        return [d for i, (x, y) in enumerate(pairs) for d in _differences(x, y, f"{at}.{i}")]
+    return [] if a == b else [(at, a, b)]
+
+
+async def _train(config: Config, root: Path, run: Run, reporter: Reporter, stop: Stop) -> sat.Ending:
+    plan = assemble.prepare(config, root=root)
+    threads = assemble.set_threads(config, plan.parameters)
+    records.write_text(run.path / "config.toml", config.to_toml())
+    journal_file = run.path / "stages.jsonl"
+    lines = settle(run, config)
+    started = next((line for line in lines if line["kind"] == "start"), None)
+    if started is None:
+        folders, warm = _starts(plan, reporter, stop)
+        team = Team(members=tuple(Member(agent=a.name, model=a.model) for a in config.agents))
+    else:
+        folders = {a.name: run.path / run.files[a.name]["weights"] for a in config.agents}
+        warm, team = {}, run.position.team
+        for name, folder in folders.items():
+            if not folder.is_dir():
+                raise RunError(f"the weights of '{name}' ({folder}) are gone; the run cannot be resumed without them")
+    names = [a.name for a in config.agents]
+    reporter.say(f"loading {len(names)} agents: " + ", ".join(f"{a.name} ({a.model})" for a in config.agents))
+    crew = assemble.crew(config, folders, learners=names)
+    for name in names:
+        learner = crew.learners[name]
+        if started is not None:
+            restore_learner(run, crew, learner, name)
+        weights = learner.weights()
+        await crew.sampler.publish(name, "promoted", weights, team.member(name).version)
+        if config.algorithm.name == "independent":
+            await crew.sampler.publish(name, "start", _start_weights(run, crew, weights, name, started), 0)
+    pool = assemble.grader_pool(plan)
+    try:
+        table = assemble.table(plan, crew.sampler, pool)
+        next_versions = {name: 1 for name in names}
+        for line in lines:
+            if line["kind"] == "begin":
+                next_versions[line["agent"]] = int(line["version"]) + 1
+        journal = RunJournal(run, plan, crew, reporter, stop, next_versions)
+        trainees = _trainees(plan, crew)
+        if started is None:
+            started = await _first_record(run, plan, crew, table, trainees, team, warm, threads, reporter, stop)
+            records.append_record(journal_file, started)
+            write_team(run, records.read_position(started["position"]), started["files"])
+        elif lines[-1] is not started:
+            records.append_record(journal_file, {"kind": "resume", **facts(threads), "time": time.time()})
+            _compare_facts(started, facts(threads), reporter)
+        journal.points = [(True, started["files"])]
+        journal.points += [
+            (config.algorithm.name != "joint" or not u["position"]["entries"], u["files"]) for u in run.updates
+        ]
+        position = run.position
+        world = World(
+            seed=config.seed,
+            options=config.algorithm,
+            gate=config.gate,
+            group=int(started["group"]),
+            table=table,
+            sampler=crew.sampler,
+            trainees=trainees,
+            train=plan.splits.train,
+            probe=plan.splits.probe,
+            reward_range=plan.env.reward_range,
+            journal=journal,
+        )
+        _announce(world, started, position, reporter)
+        async for reached, _ in sat.train(world, position):
+            position = reached
+        ending = sat.ending(world, position) or "finished"
+        _say_ending(ending, position, run, reporter)
+        return ending
+    finally:
+        if pool is not None:
+            pool.close()
+
+
+def settle(run: Run, config: Config) -> list[Record]:
+    """The journal of a run that is about to go on: a torn last line is dropped, an incomplete joint stage taken back
+    (its agents share episodes of the team at the stage's start, so it is played again as a whole)."""
+    path = run.path / "stages.jsonl"
+    if not path.exists():
+        return []
+    lines = records.read_records(path)
+    if config.algorithm.name == "joint":
+        updates = [i for i, line in enumerate(lines) if line["kind"] == "update"]
+        while updates and lines[updates[-1]]["position"]["entries"]:
+            del lines[updates.pop()]
+    if path.read_bytes() != b"" and (len(records.read_records(path)) != len(lines) or not path.read_bytes().endswith(b"\n")):
+        records.rewrite_records(path, lines)
+    return lines
+
+
+def restore_learner(run: Run, crew: Crew, learner: Learner, agent: AgentId) -> None:
+    """Put an agent's learner exactly where its last promotion left it: masters, moments, steps."""
+    files = run.files[agent]
+    snapshot = learner.snapshot()
+    weights = crew.load(run.path / files["weights"]).tensors if crew.serves_masters else {}
+    moments: Mapping[str, torch.Tensor] = {}
+    if files["training"] is not None:
+        masters, moments = records.load_training(run.path / files["training"])
+        weights = masters or weights
+    learner.restore(Snapshot(weights=weights or snapshot.weights, moments=moments, steps=int(files["steps"])))
+
+
+def _start_weights(run: Run, crew: Crew, now: Weights, agent: AgentId, started: Record | None) -> Weights:
+    if started is None:
+        return now
+    return crew.load(run.folder(agent, 0))
+
+
+def _starts(
+    plan: Plan, reporter: Reporter, stop: Stop
+) -> tuple[dict[AgentId, Path], dict[AgentId, tuple[WarmStartRecord, bool]]]:
+    folders: dict[AgentId, Path] = {}
+    warm: dict[AgentId, tuple[WarmStartRecord, bool]] = {}
+
+    def tick(name: str, step: int, total: int, accuracy: float) -> None:
+        stop.check()
+        reporter.progress(f"{name}: warm start", step, total, f"accuracy {accuracy:.2f}")
+
+    for i, agent in enumerate(plan.config.agents):
+        folder, record, is_cached = assemble.start_folder(plan, i, tick=tick)
+        folders[agent.name] = folder
+        if record is not None:
+            warm[agent.name] = (record, is_cached)
+            step, accuracy = record.accuracy[-1]
+            where = "from the cache" if is_cached else f"{step} steps, {record.tokens:,} tokens"
+            reporter.say(
+                f"warm start of {agent.name}: {where}; expected accuracy on held-out demonstrations "
+                f"{record.accuracy[0][1]:.2f} -> {accuracy:.2f}"
+            )
+    return folders, warm
+
+
+def _trainees(plan: Plan, crew: Crew) -> dict[AgentId, Trainee]:
+    out: dict[AgentId, Trainee] = {}
+    for agent in plan.config.agents:
+        radius = plan.config.radius(agent)
+        out[agent.name] = Trainee(
+            agent=agent.name,
+            learner=crew.learners[agent.name],
+            lr=plan.lr(agent),
+            radius_token=radius.token,
+            radius_message_mean=radius.message_mean,
+            is_exact=crew.is_exact,
+        )
+    return out
+
+
+async def _first_record(
+    run: Run,
+    plan: Plan,
+    crew: Crew,
+    table: Table,
+    trainees: Mapping[AgentId, Trainee],
+    team: Team,
+    warm: Mapping[AgentId, tuple[WarmStartRecord, bool]],
+    threads: int,
+    reporter: Reporter,
+    stop: Stop,
+) -> Record:
+    """Version 0 on disk, the start accuracy, the noise floors: all that a run decides once."""
+    config = plan.config
+    files: dict[AgentId, Record] = {}
+    for name, trainee in trainees.items():
+        folder = run.path / "state" / name / "v00000"
+        weights = trainee.learner.weights()
+        records.write_folder(folder, lambda partial, n=name, w=weights: crew.save(n, partial, w))
+        training: str | None = None
+        if not crew.serves_masters:
+            path = run.path / "state" / name / "training-start.safetensors"
+            records.save_training(path, trainee.learner.snapshot(), with_masters=True)
+            training = str(path.relative_to(run.path))
+        files[name] = {"weights": str(folder.relative_to(run.path)), "training": training, "steps": 0}
+    tasks, _ = sat.draw_prompts(
+        plan.splits.train, 0, min(START_PROMPTS, len(plan.splits.train)), at=(config.seed, "start prompts")
+    )
+
+    def tick() -> None:
+        stop.check()
+
+    episodes = await table.play(
+        [Play(task=t) for t in tasks], address=(config.seed, 0, "start", SAMPLE), versions=team.versions, tick=tick
+    )
+    scored = [e.reward for e in episodes if e.is_scored]
+    if not scored:
+        reasons = {e.outcome.reason for e in episodes if not e.is_scored and hasattr(e.outcome, "reason")}
+        raise BatonError(f"all {len(episodes)} episodes of the start failed: {sorted(reasons)[0]}")
+    accuracy = sum(scored) / len(scored)
+    floors = _floors(plan, trainees, episodes)
+    position = Position(
+        team=team,
+        agents={name: AgentState(beta=config.algorithm.penalty.start, lr=trainee.lr) for name, trainee in trainees.items()},
+    )
+    low, high = plan.env.reward_range
+    return {
+        "kind": "start",
+        "time": time.time(),
+        "digest": config.digest,
+        "root": str(plan.root),
+        **facts(threads),
+        "splits": records.plain(plan.splits.record),
+        "parameters": dict(plan.parameters),
+        "warm_start": {n: {**records.plain(r), "cached": cached} for n, (r, cached) in warm.items()},
+        "noise_floor": floors,
+        "start_accuracy": accuracy,
+        "start_prompts": len(scored),
+        "group": resolve_group(config.algorithm, (accuracy - low) / (high - low)),
+        "facts": dict(plan.env.facts(len(plan.seats))),
+        "files": files,
+        "position": records.position_record(position),
+    }
+
+
+def _floors(plan: Plan, trainees: Mapping[AgentId, Trainee], episodes: Sequence[Episode]) -> dict[AgentId, dict[str, float]]:
+    """Each agent's noise floor on the start episodes; a radius below it is refused (ALGORITHMS 2.4)."""
+    floors: dict[AgentId, dict[str, float]] = {}
+    for seat in plan.seats:
+        trainee = trainees[seat.agent]
+        rows = [t for e in episodes for t in batching.trajectories(e, seat.agent)]
+        if not rows:
+            raise BatonError(f"'{seat.agent}' sampled no token in {len(episodes)} episodes of the start")
+        batch = batching.token_batch(rows, temperature=seat.temperature)
+        q99, mean = (
+            local.noise_floor(trainee.learner, batch) if isinstance(trainee.learner, local.LocalLearner) else (0.0, 0.0)
+        )
+        check_floor(trainee, (q99, mean))
+        floors[seat.agent] = {"token": q99, "message_mean": mean}
+    return floors
+
+
+def facts(threads: int) -> Record:
+    """What bitwise equality of a resumed run rests on."""
+    return {
+        "versions": {name: package_version(name) for name in ("baton-rl", "torch", "transformers", "numpy")},
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "threads": threads,
+    }
+
+
+def _compare_facts(started: Record, now: Record, reporter: Reporter) -> None:
+    changed = [f"{k}: {a} then, {b} now" for k, a, b in _differences({k: started[k] for k in now}, now)]
+    if changed:
+        reporter.say(
+            "not bitwise the same machine as at the start (" + "; ".join(changed) + "): resuming without that promise"
+        )
+
+
+def _announce(world: World, started: Record, position: Position, reporter: Reporter) -> None:
+    updates = len(sat.plan(world.options, tuple(world.trainees), world.seed))
+    if position.done:
+        reporter.say(f"resuming after {position.done} of {updates} agent updates")
+        return
+    floors = ", ".join(f"{n} {f['token']:.1e}" for n, f in started["noise_floor"].items())
+    reporter.say(
+        f"start accuracy {started['start_accuracy']:.3f} on {started['start_prompts']} train prompts; "
+        f"{world.options.episodes} episodes an update in groups of {world.group}; noise floor {floors} nats"
+    )
+
+
+def _say_ending(ending: sat.Ending, position: Position, run: Run, reporter: Reporter) -> None:
+    if ending == "converged":
+        reporter.say("converged: three stages without anything left to learn from (every group right)")
+    if ending == "stalled":
+        reasons = [reason for reason, _ in position.stalled]
+        commonest = max(sorted(set(reasons)), key=reasons.count)
+        reporter.say(f"stopped: three stages in a row rejected every update, mostly {commonest}. Remedy: {KNOBS[commonest]}")
+
+
+# ---- playing ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class LoadedTeam:
+    """A trained team that plays."""
+
+    plan: Plan
+    table: Table
+    team: Team
+    close: Callable[[], None]
+
+    def play(self, task: Task | str, *, sibling: int = 0) -> Episode:
+        """One episode on a task, or on a question in plain text (graded against nothing)."""
+        if isinstance(task, str):
+            task = Task(id=f"ask:{task}", env=self.plan.env.name, prompt=task, answer="")
+            episode = complete(self._play(task, sibling, graded=False))
+        else:
+            episode = complete(self._play(task, sibling, graded=True))
+        return episode
+
+    async def _play(self, task: Task, sibling: int, *, graded: bool) -> Episode:
+        table = self.table if graded else replace(self.table, grade=_ungraded)
+        episodes = await table.play(
+            [Play(task=task, sibling=sibling)],
+            address=(self.plan.config.seed, "play"),
+            versions=self.team.versions,
+        )
+        return episodes[0]
+
+
+def _ungraded(answers: Sequence[tuple[Task, str]]) -> list[Any]:
+    from baton.types import Failed
+
+    return [Failed(reason="ungraded: a plain question has no answer to compare with") for _ in answers]
+
+
+def load_team(path: str | Path) -> LoadedTeam:
+    """The promoted team of a run directory, ready to play."""
+    run = open_run(path)
+    config, root = run.config, Path(run.start["root"])
+    plan = assemble.prepare(config, root=root)
+    assemble.set_threads(config, plan.parameters)
+    names = [a.name for a in config.agents]
+    crew = assemble.crew(config, {n: run.folder(n) for n in names}, learners=[])
+    team = run.position.team
+
+    async def publish() -> None:
+        for name in names:
+            weights = crew.load(run.folder(name))
+            await crew.sampler.publish(name, "promoted", weights, team.member(name).version)
+
+    complete(publish())
+    pool = assemble.grader_pool(plan)
+    return LoadedTeam(
+        plan=plan,
+        table=assemble.table(plan, crew.sampler, pool),
+        team=team,
+        close=pool.close if pool is not None else lambda: None,
+    )

@@ -1,0 +1,392 @@
+"""Published and recomputed values of ALGORITHMS 9.1: one test, or one parametrised test, per value."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton.core import advantages, batching, certificate, divergence, losses, trust_region
+from baton.core.losses import Band
+from baton.types import TokenBatch, TokenDivergence, Trajectory
+
+F64 = torch.float64
+
+
+def close(value: float, abs: float = 1e-6) -> object:
+    return pytest.approx(value, abs=abs, rel=0)
+
+
+def law(*probabilities: float) -> Tensor:
+    return torch.tensor([probabilities], dtype=F64).log()
+
+
+def row(*values: float) -> Tensor:
+    return torch.tensor([values], dtype=F64)
+
+
+ALL = torch.ones(1, 4, dtype=torch.bool)
+
+
+# ---- losses ------------------------------------------------------------------------------------------------
+
+
+def test_g1_the_band_is_strict_and_rejected_tokens_stay_in_the_denominator() -> None:
+    logp = row(0.7, 0.8, 2.0, 6.0).log().requires_grad_()
+    term = losses.dis(logp, row(0, 0, 0, 0), row(1, 1, 1, 1), ALL, band=losses.REASONING, denominator=4.0)
+    (gradient,) = torch.autograd.grad(term.total, logp)
+    assert (-4.0 * gradient[0]).tolist() == close([0.0, 0.8, 2.0, 0.0])
+    assert term.total.item() == close((-0.8 * math.log(0.8) - 2.0 * math.log(2.0)) / 4.0)
+    counts = {name: term.diagnostics[name] for name in ("tokens", "kept", "rejected_low", "rejected_high")}
+    assert counts == {"tokens": 4.0, "kept": 2.0, "rejected_low": 1.0, "rejected_high": 1.0}
+
+
+def test_g7_the_clip_of_the_sequence_ratio_in_log_space() -> None:
+    assert math.log1p(-0.2) == close(-0.2231436, 1e-7) and math.log1p(0.2) == close(0.1823216, 1e-7)
+    for u, edge in ((-3.0, -0.2231436), (3.0, 0.1823216)):
+        advantage = math.copysign(1.0, u)  # the side on which the minimum takes the clipped ratio
+        term = losses.sequence(
+            row(u),
+            row(0.0),
+            row(advantage),
+            ALL[:, :1],
+            episode_B=torch.tensor([0]),
+            clip=0.2,
+            denominator=1.0,
+        )
+        assert math.log(float(-term.total / advantage)) == close(edge, 1e-7)
+
+
+@pytest.mark.parametrize(("ratio", "advantage", "value"), [(1.5, 1, 1.2), (1.5, -1, -1.5), (0.5, 1, 0.5), (0.5, -1, -0.8)])
+def test_g17_the_clipped_sequence_term(ratio: float, advantage: float, value: float) -> None:
+    # Spread over two tokens and two rows: the ratio is of the whole episode.
+    half = math.log(ratio) / 4.0
+    two = torch.full((2, 2), 1.0, dtype=F64)
+    term = losses.sequence(
+        half * two,
+        0.0 * two,
+        advantage * two,
+        two > 0,
+        episode_B=torch.tensor([7, 7]),
+        clip=0.2,
+        denominator=1.0,
+    )
+    assert float(-term.total) == close(value)
+
+
+def test_g19_the_weight_is_a_constant_to_the_gradient() -> None:
+    logp = row(math.log(0.5)).requires_grad_()
+    term = losses.dis(logp, row(math.log(0.25)), row(1.0), ALL[:, :1], band=losses.REASONING, denominator=1.0)
+    (gradient,) = torch.autograd.grad(term.total, logp)
+    assert float(-gradient) == close(2.0)
+    moving = (logp - math.log(0.25)).exp() * logp
+    assert float(torch.autograd.grad(moving.sum(), logp)[0]) == close(0.6137056)
+
+
+def test_g20_token_losses_share_one_denominator() -> None:
+    def sample(episode: str, *logprobs: float) -> Trajectory:
+        n = len(logprobs)
+        return Trajectory(
+            episode_id=episode,
+            group="q",
+            agent="a",
+            segment=0,
+            ids=(1,) * (n + 1),
+            mask=(False,) + (True,) * n,
+            behavior_logprobs=(0.0, *logprobs),
+            versions=(-1,) + (0,) * n,
+        )
+
+    batch = batching.token_batch([sample("x", -4.0), sample("y", -1.0, -1.0, -1.0)], temperature=1.0)
+    scored = batching.with_advantages(batch, {"x": 1.0, "y": 1.0}, team={"a": 0})
+    objective = losses.Objective(weight=losses.Dis(band=losses.TIGHT), penalty=0.0)
+    assert objective.denominator(batch) == 4.0
+
+    def total(part: TokenBatch, rows: list[int], denominator: float) -> float:
+        logp = part.behavior_logprobs[rows]
+        term = objective(
+            logp[:, : int(part.lengths[rows].max())],
+            scored.rows(rows),
+            kl_new_old_BT=None,
+            denominator=denominator,
+            n_act=4,
+        )
+        return float(term.total)
+
+    assert total(batch, [0, 1], 4.0) == close(1.75)
+    assert total(batch, [0], 4.0) + total(batch, [1], 4.0) == close(1.75)
+    assert (total(batch, [0], 1.0) + total(batch, [1], 3.0)) / 2.0 == close(2.5)  # the wrong mean of means
+    sequences = losses.Objective(weight=losses.SequenceRatio(), penalty=0.0)
+    assert sequences.denominator(batch) == 2.0
+
+
+def test_g40_a_band_is_two_bounds_and_not_one_minus_eps() -> None:
+    loose = 1 - 0.8
+    assert repr(loose) == "0.19999999999999996"
+
+    def kept(low: float) -> float:
+        term = losses.dis(row(0.2).log(), row(0.0), row(1.0), ALL[:, :1], band=Band(low=low, high=4.0), denominator=1.0)
+        return term.diagnostics["kept"]
+
+    assert kept(loose) == 1.0 and kept(0.2) == 0.0
+    assert Band(low=0.2, high=4.0) == losses.CODING
+
+
+# ---- advantages --------------------------------------------------------------------------------------------
+
+
+def test_g6_group_norm_uses_the_population_std_and_a_flat_group_is_zero() -> None:
+    mixed = advantages.group(row(1, 0, 0, 0)[0], ["q"] * 4)
+    assert mixed.values.tolist() == close([1.7320508, *[-0.5773503] * 3])
+    flat = advantages.group(row(2, 2, 2, 2)[0], ["q"] * 4)
+    assert flat.values.tolist() == [0.0] * 4 and flat.degenerate_groups == 1
+
+
+def test_g18_leave_one_out() -> None:
+    values = advantages.loo(row(1, 0, 0, 0)[0], ["q"] * 4).values
+    assert values.tolist() == close([1.0, *[-1 / 3] * 3])
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "group", "share"),
+    [(0.1, 4, 0.3438), (0.15, 4, 0.4774875), (0.1, 8, 0.5695328), (0.15, 8, 0.7275092)],
+)
+def test_g49_share_of_informative_groups(accuracy: float, group: int, share: float) -> None:
+    assert advantages.informative_share(accuracy, group) == close(share, 1e-7)
+
+
+# ---- divergences -------------------------------------------------------------------------------------------
+
+
+def test_g11_another_temperature_shows_as_a_log_ratio() -> None:
+    logits = row(2.0, 0.0)
+    trainer = divergence.log_law(logits, temperature=1.0)
+    engine = divergence.log_law(logits, temperature=0.8)
+    x = trainer - engine
+    assert x[0].tolist() == close([-0.0480383, 0.4519617])
+    assert float((engine.exp() * divergence.k3(x)).sum()) == close(0.0101092)
+
+
+def test_g21_both_directions_and_total_variation() -> None:
+    old, new = law(0.5, 0.5), law(0.9, 0.1)
+    new_old, old_new = divergence.exact(new, old)
+    assert float(new_old) == close(0.3680642) and float(old_new) == close(0.5108256)
+    assert float(divergence.total_variation(new, old)) == close(0.4)
+
+
+def test_g22_message_kl_is_the_sum_of_token_kls_in_the_sampling_direction_only() -> None:
+    first, second = law(0.9, 0.1), {0: law(0.9, 0.1), 1: law(0.5, 0.5)}
+    half = law(0.5, 0.5)
+    messages = list(product((0, 1), repeat=2))
+    new = torch.stack([first[0, a] + second[a][0, b] for a, b in messages])[None]
+    old = torch.full_like(new, math.log(0.25))
+    new_old, old_new = divergence.exact(new, old)
+    assert float(new_old) == close(0.6993220) and float(old_new) == close(0.7662384)
+
+    # Every message once: equal weights are its law under the old policy.
+    tokens = [(message, at) for message in messages for at in (first, second[message[0]])]
+    number = torch.tensor([messages.index(message) for message, _ in tokens])
+    token_new_old = torch.cat([divergence.kl(at, half) for _, at in tokens])
+    token_old_new = torch.cat([divergence.kl(half, at) for _, at in tokens])
+    _, sums = divergence.message_values(token_old_new, number)
+    assert float(sums.mean()) == close(0.7662384)
+    _, sums = divergence.message_values(token_new_old, number)
+    assert float(sums.mean()) == close(0.5520963)
+
+
+@pytest.mark.parametrize(("temperature", "new_old", "old_new"), [(1.0, 0.1109441, 0.1201145), (0.5, 0.3278133, 0.4337808)])
+def test_g52_divergences_are_taken_at_the_sampling_temperature(temperature: float, new_old: float, old_new: float) -> None:
+    current = divergence.log_law(row(0.0, 0.0), temperature=temperature)
+    candidate = divergence.log_law(row(1.0, 0.0), temperature=temperature)
+    kls = divergence.exact(candidate, current)
+    assert [float(kl) for kl in kls] == close([new_old, old_new])
+
+
+# ---- trust region ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("n", "level", "miss", "rank"),
+    [
+        (59, 0.95, 0.05, 59),
+        (128, 0.95, 0.05, 126),
+        (299, 0.99, 0.05, 299),
+        (512, 0.99, 0.05, 511),
+        (1000, 0.99, 0.05, 996),
+        (2000, 0.99, 0.05, 1988),
+        (5000, 0.99, 0.05, 4962),
+        (58, 0.95, 0.05, None),
+        (298, 0.99, 0.05, None),
+        (64, 0.95, 0.05 / 5, None),
+        (89, 0.95, 0.05 / 5, None),
+        (90, 0.95, 0.05 / 5, 90),
+        (128, 0.95, 0.05 / 5, 128),
+        (458, 0.99, 0.05 / 5, None),
+        (459, 0.99, 0.05 / 5, 459),
+        (1000, 0.99, 0.05 / 5, 998),
+    ],
+)
+def test_g23_order_statistic(n: int, level: float, miss: float, rank: int | None) -> None:
+    assert trust_region.order_statistic_rank(n, level=level, confidence_miss=miss) == rank
+
+
+@pytest.mark.parametrize(("n", "level"), [(64, 0.9305720), (32, 0.8659643)])
+def test_g23_certifiable_level(n: int, level: float) -> None:
+    assert trust_region.certifiable_level(n, confidence_miss=0.01) == close(level, 1e-7)
+
+
+@pytest.mark.parametrize(("level", "miss", "n"), [(0.99, 0.01, 459), (0.95, 0.01, 90), (0.99, 0.05, 299), (0.95, 0.05, 59)])
+def test_g23_units_needed_are_the_fewest_with_a_rank(level: float, miss: float, n: int) -> None:
+    assert trust_region.units_needed(level=level, confidence_miss=miss) == n
+    assert trust_region.order_statistic_rank(n, level=level, confidence_miss=miss) == n
+    assert trust_region.order_statistic_rank(n - 1, level=level, confidence_miss=miss) is None
+
+
+@pytest.mark.parametrize(
+    ("k", "n", "upper"),
+    [
+        (0, 128, 0.0231324),
+        (0, 299, 0.0099691),
+        (1, 299, 0.0157668),
+        (1, 512, 0.0092316),
+        (5, 512, 0.0204229),
+        (3, 1000, 0.0077352),
+    ],
+)
+def test_g24_clopper_pearson(k: int, n: int, upper: float) -> None:
+    assert trust_region.clopper_pearson_upper(k, n) == close(upper, 1e-7)
+
+
+def test_g25_the_line_search_stops_at_a_quarter() -> None:
+    current = divergence.log_law(row(0.0, 0.0), temperature=1.0)
+    index = torch.tensor([0])
+    seen: list[tuple[float, float, bool]] = []
+    for scale in (1.0, *trust_region.line_search_scales(4)):
+        candidate = divergence.log_law(row(scale * math.log(9.0), 0.0), temperature=1.0)
+        new_old, old_new = divergence.exact(candidate, current)
+        measured = TokenDivergence(kl_new_old=new_old, kl_old_new=old_new, row=index, position=index)
+        record = trust_region.gate(
+            measured,
+            message=index,
+            unit=index,
+            drawn=index,
+            direction="new_old",
+            alpha=0.01,
+            eta=0.05,
+            looks=5,
+            radius_token=0.05,
+            radius_message_mean=0.05,
+            scale=scale,
+        )
+        seen.append((scale, record.q_gate, record.passed))
+    assert [scale for scale, _, _ in seen] == [1.0, *trust_region.SCALES]
+    assert [q for _, q, _ in seen][:4] == close([0.3680642, 0.1308120, 0.0363408, 0.0093411])
+    assert next(scale for scale, _, passed in seen if passed) == 1 / 4
+
+
+@pytest.mark.parametrize(
+    ("steps", "beta", "expected", "kl"),
+    [
+        (1, 0.0, (0.4484409, 0.3213219, 0.2302372), None),
+        (1, 1.0, (0.4484409, 0.3213219, 0.2302372), None),
+        (2, 0.0, (0.5735213, 0.2698210, 0.1566577), 0.1358976),
+        (2, 1.0, (0.5323712, 0.2881667, 0.1794621), 0.0961778),
+    ],
+)
+def test_g26_the_penalty_acts_from_the_second_inner_step(
+    steps: int, beta: float, expected: tuple[float, ...], kl: float | None
+) -> None:
+    advantage = row(1.0, 0.0, -1.0)
+    current = divergence.log_law(row(0.0, 0.0, 0.0), temperature=1.0)
+    logits = row(0.0, 0.0, 0.0).requires_grad_()
+    for _ in range(steps):
+        policy = divergence.log_law(logits, temperature=1.0)
+        penalty = losses.kl_term(
+            divergence.kl(policy, current)[:, None], torch.ones(1, 1, dtype=torch.bool), denominator=1.0
+        )
+        (gradient,) = torch.autograd.grad((policy.exp() * advantage).sum() - beta * penalty, logits)
+        logits = (logits + gradient).detach().requires_grad_()
+    policy = divergence.log_law(logits.detach(), temperature=1.0)
+    assert policy.exp()[0].tolist() == close(list(expected), 1e-7)
+    if kl is not None:
+        assert float(divergence.kl(policy, current)) == close(kl, 1e-7)
+
+
+def test_g27_the_penalty_doubles_on_failure_and_halves_when_relaxed() -> None:
+    beta, path = 0.001, []
+    for _ in range(5):
+        beta = trust_region.next_penalty(beta, full_step_failed=True, relaxed=False)
+        path.append(beta)
+    assert path == close([0.002, 0.004, 0.008, 0.016, 0.032])
+    assert trust_region.next_penalty(0.002, full_step_failed=False, relaxed=True) == close(0.001)
+    assert trust_region.next_penalty(0.001, full_step_failed=False, relaxed=True) == close(0.001)
+    assert trust_region.next_penalty(8.0, full_step_failed=True, relaxed=False) == close(10.0)
+    assert trust_region.next_penalty(0.5, full_step_failed=False, relaxed=False) == 0.5
+
+
+def test_g43_the_length_of_the_way() -> None:
+    assert trust_region.fisher_rao(0.10, 0.98) == close(2.2142974)
+
+
+@pytest.mark.parametrize(("delta", "limit", "updates"), [(0.05, 7.0022233, 8), (0.01, 15.6574473, 16), (0.5, 2.2142974, 3)])
+def test_g43_speed_limit_and_the_greedy_run_that_meets_it(delta: float, limit: float, updates: int) -> None:
+    assert trust_region.speed_limit(0.10, 0.98, delta=delta) == close(limit)
+    assert math.ceil(trust_region.speed_limit(0.10, 0.98, delta=delta)) == updates
+    assert trust_region.greedy_exact_steps(0.10, 0.98, delta=delta, direction="max") == updates
+
+
+# ---- certificate -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("n", "eps"), [(128, 0.1200403), (512, 0.0600202), (2048, 0.0300101), (20000, 0.0096032)])
+def test_g9_dkw_error(n: int, eps: float) -> None:
+    assert certificate.dkw_epsilon(n, eta=0.05) == close(eps, 1e-7)
+
+
+def test_g9_sample_sizes() -> None:
+    assert certificate.dkw_n(0.01, eta=0.05) == 18_445
+    assert certificate.zero_violation_n(0.01, confidence=0.95) == 299
+    assert certificate.zero_violation_n(0.05, confidence=0.95) == 59
+
+
+@pytest.mark.parametrize(
+    ("gamma", "delta", "printed", "trpo", "tolerance"),
+    [
+        (0.99, 0.05, 15653.274, 4950.0, 1e-3),
+        (0.99, 0.01, 7000.357, 990.0, 1e-3),
+        (0.99, 0.001, 2213.707, 99.0, 1e-3),
+        (0.9, 0.05, 142.3025, 45.0, 1e-4),
+        (0.5, 0.05, 3.1622777, 1.0, 1e-6),
+    ],
+)
+def test_g10_occupancy_penalty(gamma: float, delta: float, printed: float, trpo: float, tolerance: float) -> None:
+    # The table rounds to its last digit: half a unit of it is the tolerance.
+    assert certificate.occupancy_penalty_printed(delta, gamma=gamma, a_max=5.0) == close(printed, tolerance / 2)
+    assert certificate.occupancy_penalty_trpo(delta, gamma=gamma, a_max=5.0) == close(trpo)
+
+
+@pytest.mark.parametrize(("delta", "alpha"), [(0.01, 0.0707107), (1.0, 0.7071068), (1.6, 0.8933664), (2.0, 0.9298735)])
+def test_g29_total_variation_from_kl(delta: float, alpha: float) -> None:
+    assert certificate.alpha_from_kl(delta) == close(alpha, 1e-7)
+
+
+@pytest.mark.parametrize(("delta", "bound"), [(0.05, -47062.387), (0.01, -21103.635), (0.001, -6743.686), (0.0, -102.564)])
+def test_g33_the_published_bound_is_vacuous_and_void(delta: float, bound: float) -> None:
+    result = certificate.published([delta] * 3, [512] * 3)
+    assert result.lower_bound == close(bound, 5e-4)
+    assert result.is_vacuous and (result.kind, result.verdict, result.reason) == (
+        "published",
+        "void",
+        "assumed_term",
+    )
+    unmeasured = {term.name: term for term in result.terms if term.note == "not measured"}
+    assert set(unmeasured) == {"gain", "curvature", "bias"}
+    assert all(term.value == 0.0 and term.basis == "assumed" for term in unmeasured.values())
+
+
+def test_g42_a_discounted_terminal_reward_is_worth_nothing() -> None:
+    assert certificate.discount_at(0.99, 32_768) == pytest.approx(9.42e-144, rel=1e-3)
+    assert certificate.discount_at(0.99, 74_141) == 0.0 < certificate.discount_at(0.99, 74_140)
