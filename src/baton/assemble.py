@@ -31,7 +31,7 @@ from baton.envs.env import Env
 from baton.envs.grading import GraderPool
 from baton.envs.jsonl import load_dialogues
 from baton.envs.splits import Splits, split
-from baton.errors import ConfigError, ModelError
+from baton.errors import ConfigError, ModelError, TaskFault
 from baton.protocols import TeamProtocol
 from baton.records import plain, write_folder
 from baton.rollout import Grader, Seat, Table
@@ -267,12 +267,18 @@ def grader(plan: Plan, pool: GraderPool | None) -> Grader:
     """Grade answers beside the run, or in worker processes that can be killed where the env asks for it."""
     env, spec = plan.env, envs.spec(plan.config.env, n_agents=len(plan.seats), root=plan.root)
 
+    def one(task: Task, answer: str) -> Outcome:
+        try:
+            grade = env.grade(task, answer)
+        except TaskFault as fault:
+            return Failed(reason=f"grader: {fault}")
+        return Scored(reward=grade.reward, reason=grade.reason)
+
     def grade(answers: Sequence[tuple[Task, str]]) -> list[Outcome]:
         if pool is not None:
             grades = pool.grade_many(spec, answers)
             return [g if isinstance(g, Failed) else Scored(reward=g.reward, reason=g.reason) for g in grades]
-        graded = [env.grade(task, answer) for task, answer in answers]
-        return [Scored(reward=g.reward, reason=g.reason) for g in graded]
+        return [one(task, answer) for task, answer in answers]
 
     return grade
 

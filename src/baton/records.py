@@ -26,6 +26,7 @@ from typing import Any, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -41,6 +42,17 @@ Record = dict[str, Any]
 
 
 # ---- durable writes --------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def writing(path: Path) -> Generator[None]:
+    """A write that the disk refuses (full, gone, read-only) as a RunError; what was complete before it stays."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise RunError(
+            f"{path} could not be written ({error}); everything before it is complete: mend the disk and use --resume"
+        ) from error
 
 
 def sync_folder(folder: Path) -> None:
@@ -63,13 +75,14 @@ def sync_tree(folder: Path) -> None:
 
 def write_file(path: Path, write: Callable[[Path], None]) -> None:
     """A file made by `write` under a temporary name, fsynced and renamed into place."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    write(partial)
-    with partial.open("rb") as handle:
-        os.fsync(handle.fileno())
-    partial.replace(path)
-    sync_folder(path.parent)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}.partial")
+        write(partial)
+        with partial.open("rb") as handle:
+            os.fsync(handle.fileno())
+        partial.replace(path)
+        sync_folder(path.parent)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -79,17 +92,18 @@ def write_text(path: Path, text: str) -> None:
 
 def write_folder(path: Path, write: Callable[[Path], None]) -> None:
     """A folder made by `write` under a temporary name, fsynced and renamed into place; an older one is replaced."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    if partial.exists():
-        shutil.rmtree(partial)
-    partial.mkdir()
-    write(partial)
-    sync_tree(partial)
-    if path.exists():
-        shutil.rmtree(path)
-    partial.replace(path)
-    sync_folder(path.parent)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}.partial")
+        if partial.exists():
+            shutil.rmtree(partial)
+        partial.mkdir()
+        write(partial)
+        sync_tree(partial)
+        if path.exists():
+            shutil.rmtree(path)
+        partial.replace(path)
+        sync_folder(path.parent)
 
 
 # ---- the journal file ------------------------------------------------------------------------------------------
@@ -111,13 +125,14 @@ def plain(value: Any) -> Any:
 def append_record(path: Path, record: Record) -> None:
     """One JSON line, flushed and fsynced before this returns. Infinities are written as JSON5 does (Infinity)."""
     line = json.dumps({"schema": SCHEMA, **record}, ensure_ascii=False, separators=(",", ":")) + "\n"
-    is_new = not path.exists()
-    with path.open("ab") as handle:
-        handle.write(line.encode())
-        handle.flush()
-        os.fsync(handle.fileno())
-    if is_new:
-        sync_folder(path.parent)
+    with writing(path):
+        is_new = not path.exists()
+        with path.open("ab") as handle:
+            handle.write(line.encode())
+            handle.flush()
+            os.fsync(handle.fileno())
+        if is_new:
+            sync_folder(path.parent)
 
 
 def read_records(path: Path) -> list[Record]:
@@ -179,7 +194,8 @@ def save_training(path: Path, snapshot: Snapshot, *, with_masters: bool) -> None
     tensors: dict[str, Tensor] = {f"moment.{k}": v.contiguous() for k, v in snapshot.moments.items()}
     if with_masters:
         tensors |= {f"master.{k}": v.contiguous() for k, v in snapshot.weights.items()}
-    metadata = {"steps": str(snapshot.steps), "schema": str(SCHEMA)}
+    # One entry: safetensors writes several in an order of its own, and equal states must be equal files.
+    metadata = {"baton": json.dumps({"schema": SCHEMA, "steps": snapshot.steps})}
     write_file(path, lambda partial: save_file(tensors, partial, metadata=metadata))
 
 
@@ -189,6 +205,12 @@ def load_training(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     masters = {k.removeprefix("master."): v for k, v in tensors.items() if k.startswith("master.")}
     moments = {k.removeprefix("moment."): v for k, v in tensors.items() if k.startswith("moment.")}
     return masters, moments
+
+
+def moment_names(path: Path) -> frozenset[str]:
+    """Which moments a training file holds; no tensor is read."""
+    with safe_open(path, "pt") as file:
+        return frozenset(k.removeprefix("moment.") for k in file.keys() if k.startswith("moment."))  # noqa: SIM118
 
 
 # ---- episodes and divergences ----------------------------------------------------------------------------------
@@ -270,10 +292,7 @@ EPISODES = pa.schema(
 def write_episodes(path: Path, rows: Sequence[Record]) -> None:
     """Episodes as parquet."""
     table = pa.Table.from_pylist(list(rows), schema=EPISODES)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    pq.write_table(table, partial, compression="zstd")
-    partial.replace(path)
+    write_file(path, lambda partial: pq.write_table(table, partial, compression="zstd"))
 
 
 def read_episodes(path: Path) -> list[Record]:
@@ -301,10 +320,7 @@ def write_divergences(path: Path, evidence: Evidence) -> None:
         columns["drawn"] += [n in drawn for n in range(len(rows))]
         columns["kl_new_old"] += divergence.kl_new_old.tolist()
         columns["kl_old_new"] += divergence.kl_old_new.tolist()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    pq.write_table(pa.table(columns), partial, compression="zstd")
-    partial.replace(path)
+    write_file(path, lambda partial: pq.write_table(pa.table(columns), partial, compression="zstd"))
 
 
 # ---- one process per run ---------------------------------------------------------------------------------------

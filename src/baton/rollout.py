@@ -165,7 +165,9 @@ class Table:
             _State(
                 play=p,
                 id="/".join(str(part) for part in (*address, p.task.id, p.sibling)),
-                rotation=choice(key(*address, p.task.id, p.sibling, "rotation"), 1 << 16),
+                rotation=choice(key(*address, p.task.id, p.sibling, "rotation"), len(self.seats))
+                if self.protocol.rotates
+                else 0,
             )
             for p in plays
         ]

@@ -29,6 +29,7 @@ from baton.algorithms.sat import (
     AgentState,
     Evidence,
     Position,
+    StageEntry,
     StageReport,
     UpdateReport,
     World,
@@ -293,8 +294,10 @@ class RunJournal:
         version = folder / f"v{report.candidate_version:05d}"
         records.write_folder(version, lambda partial: self.crew.save(report.agent, partial, weights))
         training = before["training"]
-        # A shrunk update keeps its moments, and masters that are served lie in the version folder already.
-        if snapshot.steps != before["steps"] or not self.crew.serves_masters:
+        # A shrunk update keeps its moments (a table may have met new states), and masters that are served lie in the
+        # version folder already.
+        held = frozenset[str]() if training is None else records.moment_names(self.run.path / training)
+        if held != set(snapshot.moments) or snapshot.steps != before["steps"] or not self.crew.serves_masters:
             path = folder / f"training-{report.position:06d}.safetensors"
             records.save_training(path, snapshot, with_masters=not self.crew.serves_masters)
             training = str(path.relative_to(self.run.path))
@@ -315,16 +318,12 @@ class RunJournal:
         }
         for agent in self.points[-1][1]:
             folder = self.run.path / "state" / agent
-            versions = sorted(folder.glob("v[0-9]*"))
-            last = [str(v.relative_to(self.run.path)) for v in versions[-2:]]
-            for path in (*versions, *folder.glob("training-*.safetensors")):
-                name = str(path.relative_to(self.run.path))
-                is_version = path.is_dir()
-                if name in needed or (is_version and (name in last or path.name == "v00000")):
-                    continue
-                if is_version and options.keep_promoted == "all":
-                    continue
-                _remove(path)
+            # Folders that no record names were never promoted: a process died before it could write the record.
+            promoted = list(dict.fromkeys(str(files[agent]["weights"]) for _, files in self.points))
+            kept = promoted if options.keep_promoted == "all" else (promoted[0], *promoted[-2:])
+            for path in (*folder.glob("v[0-9]*"), *folder.glob("training-*.safetensors"), *folder.glob(".*.partial")):
+                if str(path.relative_to(self.run.path)) not in (*needed, *kept):
+                    _remove(path)
 
 
 def _remove(path: Path) -> None:
@@ -334,6 +333,28 @@ def _remove(path: Path) -> None:
         path.rmdir()
     else:
         path.unlink()
+
+
+def catch_up(run: Run, trainees: Mapping[AgentId, Trainee], schedule: str) -> None:
+    """Write what follows a record where the process died between the two: the line of its stage, and team.json."""
+    updates = run.updates
+    n_stages = sum(not u["position"]["entries"] for u in updates)
+    if updates and not updates[-1]["position"]["entries"] and len(run.records("stage")) < n_stages:
+        last = updates[-1:] if schedule == "independent" else updates[-len(trainees) :]
+        entries = tuple(
+            StageEntry(
+                agent=u["agent"],
+                q_gate=u["verdict"]["gate"]["q_gate"] if u["to_version"] is not None else 0.0,
+                radius=trainees[u["agent"]].radius_token,
+                episodes=u["episodes"]["n"],
+                word=u["word"],
+            )
+            for u in last
+        )
+        report = sat.stage_report(updates[-1]["stage"], entries)
+        line: Record = {"kind": "stage", **cast("Record", records.plain(report)), "time": time.time()}
+        records.append_record(run.path / "stages.jsonl", line)
+    write_team(run, run.position, run.files)
 
 
 def write_team(run: Run, position: Position, files: Mapping[AgentId, Record]) -> None:
@@ -401,6 +422,12 @@ def check_directory(run: Run, config: Config, *, resume: bool) -> None:
         RunError: says which, and what to do.
     """
     started = (run.path / "stages.jsonl").exists() and bool(run.records("start"))
+    orphans = [] if started else sorted(p for p in run.path.glob("state/*/v[0-9]*") if p.name != "v00000")
+    if orphans:
+        raise RunError(
+            f"{run.path} holds {orphans[0].relative_to(run.path)} ({len(orphans)} such folders), but its stages.jsonl has "
+            "no line of kind 'start' that names them; restore that file from a copy, or start elsewhere with --run DIR"
+        )
     if resume and not (run.path / "config.toml").is_file():
         raise RunError(f"nothing to resume in {run.path}: it holds no run; leave out --resume to start one")
     if not resume and started:
@@ -487,10 +514,10 @@ async def _train(config: Config, root: Path, run: Run, reporter: Reporter, stop:
         if started is None:
             started = await _first_record(run, plan, crew, table, trainees, team, warm, threads, reporter, stop)
             records.append_record(journal_file, started)
-            write_team(run, records.read_position(started["position"]), started["files"])
         elif lines[-1] is not started:
             records.append_record(journal_file, {"kind": "resume", **facts(threads), "time": time.time()})
             _compare_facts(started, facts(threads), reporter)
+        catch_up(run, trainees, config.algorithm.name)
         journal.points = [(True, started["files"])]
         journal.points += [
             (config.algorithm.name != "joint" or not u["position"]["entries"], u["files"]) for u in run.updates

@@ -1,4 +1,4 @@
-"""The torch engine against the contracts, and against the faults that its kind is known for (PITFALLS a, b; T7, T11, T20, T22)."""
+"""The torch engine against the contracts and the faults that its kind is known for (PITFALLS a, b; T7, T11, T20, T22)."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ def prompts_of(sampler: LocalSampler, count: int, *, equal: bool = False) -> lis
     return [sampler.codec("a").encode([Message(role="user", content=f"t: {table}")]) for table in tables]
 
 
-def requests_of(prompts: Sequence[TokenIds], *, tokens: int, temperature: float = 1.0, slot: Slot = "promoted") -> list[Request]:
+def requests_of(
+    prompts: Sequence[TokenIds], *, tokens: int, temperature: float = 1.0, slot: Slot = "promoted"
+) -> list[Request]:
     return [
         Request(
             id=f"r{i}",
@@ -188,7 +190,10 @@ def test_scoring_a_submit_gives_its_log_probabilities_back_bit_for_bit(folder: P
     assert len({len(one.ids) for one in said}) > 1, "rows of different lengths leave the batch at different steps"
     scored = asyncio.run(
         sampler.score(
-            [ScoreRequest(agent="a", slot="promoted", prompt_ids=r.prompt_ids, ids=s.ids, temperature=1.0) for r, s in zip(requests, said, strict=True)]
+            [
+                ScoreRequest(agent="a", slot="promoted", prompt_ids=request.prompt_ids, ids=one.ids, temperature=1.0)
+                for request, one in zip(requests, said, strict=True)
+            ]
         )
     )
     assert [tuple(scores) for scores in scored] == [one.logprobs for one in said]
@@ -216,7 +221,12 @@ def test_tokenizer_settings_and_thread_count_stay_as_they_were(folder: Path):
     rendering = sampler.codec("a")._rendering
     before = (rendering.padding_side, rendering.truncation_side, torch.get_num_threads(), torch.get_rng_state().tolist())
     drawn(sampler, requests_of(prompts_of(sampler, 3), tokens=3))
-    assert before == (rendering.padding_side, rendering.truncation_side, torch.get_num_threads(), torch.get_rng_state().tolist())
+    assert before == (
+        rendering.padding_side,
+        rendering.truncation_side,
+        torch.get_num_threads(),
+        torch.get_rng_state().tolist(),
+    )
 
 
 def test_draws_follow_the_law(folder: Path):
@@ -266,7 +276,7 @@ def test_each_token_uses_the_uniform_at_its_own_index(folder: Path):
 
 def test_an_answer_that_does_not_end_is_stored_as_sampled_and_called_cut(folder: Path):
     sampler = sampler_of(folder)
-    said = drawn(sampler, requests_of(prompts_of(sampler, 40), tokens=3))
+    said = drawn(sampler, requests_of(prompts_of(sampler, 300), tokens=3))
     (end,) = sampler.codec("a").end_ids
     assert {one.finish_reason for one in said} == {"stop", "length"}
     for one in said:
@@ -323,23 +333,26 @@ def test_vocabulary_rows_without_a_token_are_never_drawn_and_count_nowhere(folde
 
 @pytest.mark.parametrize("weight", [Dis(band=TIGHT), Ppo(), SequenceRatio()])
 @pytest.mark.parametrize("penalty", [0.0, 0.5])
-def test_micro_batches_add_up_to_the_gradient_of_one_large_batch(weight: Dis | Ppo | SequenceRatio, penalty: float, folder: Path):
+def test_micro_batches_add_up_to_the_gradient_of_one_large_batch(
+    weight: Dis | Ppo | SequenceRatio, penalty: float, folder: Path
+):
     batch = played(folder, count=8)
     objective = Objective(weight=weight, penalty=penalty)
     gradients: list[Tensor] = []
+    away = learner_of(folder)
+    start = away.snapshot()
+    away.step(batch, objective, lr=1e-3, anchor=away.remember(batch.batch))  # so that the penalty pulls
     for micro_tokens in (4096, 60, 30, 1):
         assert micro_tokens == 4096 or len(micro_batches(batch.batch, max_tokens=micro_tokens)) > 1
         learner = learner_of(folder, micro_tokens=micro_tokens, grad_clip=math.inf)
         anchor = learner.remember(batch.batch)
-        learner.step(batch, objective, lr=1e-2, anchor=anchor)  # away from the anchor, so that the penalty pulls
+        learner.blend(away.snapshot(), start, 1.0)
         grabbed: list[Tensor] = []
         learner._optimizer.register_step_pre_hook(
-            lambda optimizer, *_, grabbed=grabbed: grabbed.extend(p.grad.flatten() for p in optimizer.param_groups[0]["params"])
+            lambda optimizer, *_, grabbed=grabbed: grabbed.extend(
+                p.grad.flatten() for p in optimizer.param_groups[0]["params"]
+            )
         )
-        start = learner_of(folder).snapshot()
-        learner.blend(learner.snapshot() if micro_tokens == 4096 else moved, start, 1.0)
-        if micro_tokens == 4096:
-            moved = learner.snapshot()
         learner.step(batch, objective, lr=1e-3, anchor=anchor)
         gradients.append(torch.cat(grabbed))
     for other in gradients[1:]:
@@ -510,22 +523,29 @@ def test_a_divergence_does_not_depend_on_how_it_is_chunked(folder: Path, monkeyp
 # ---- slots -----------------------------------------------------------------------------------------------------
 
 
-def test_a_tensor_that_changed_after_it_was_sent_shows_in_the_next_proof(folder: Path):
-    """T11: the proof is of what is held, so a stale or corrupted copy has another fingerprint than what was sent."""
-    sampler, learner = sampler_of(folder), learner_of(folder)
-    weights = learner.weights()
-    assert asyncio.run(sampler.publish("a", "candidate", weights, 1)).fingerprint == weights.fingerprint
-    held = sampler._seats["a"].slots["candidate"].net
-
-    class Skips(dict[str, Tensor]):
-        """A copy that misses one tensor, as a stale cache would."""
-
-    stuck = models.held_tensors(held.model)
-    name = max(stuck)
-    moved = {n: t + 1 for n, t in weights.tensors.items()}
+def test_a_copy_that_skips_or_corrupts_a_tensor_is_seen_in_the_proof(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """T11: the proof is made from what is held, not from what was sent."""
+    sampler = sampler_of(folder)
+    weights = learner_of(folder).weights()
+    moved = {name: tensor + 1 for name, tensor in weights.tensors.items()}
     sums = models.checksums(moved)
-    sent = Weights(tensors={**moved, name: weights.tensors[name]}, checksums=sums, fingerprint=models.fingerprint(sums))
-    assert asyncio.run(sampler.publish("a", "candidate", sent, 2)).fingerprint != sent.fingerprint
+    sent = Weights(tensors=moved, checksums=sums, fingerprint=models.fingerprint(sums))
+    copy = Tensor.copy_
+    small = min(tensor.numel() for tensor in moved.values())
+
+    def skip(self: Tensor, source: Tensor) -> Tensor:
+        return self if self.numel() == small else copy(self, source)
+
+    def corrupt(self: Tensor, source: Tensor) -> Tensor:
+        copy(self, source).view(-1)[-1] *= 1.0000002
+        return self
+
+    for fault in (skip, corrupt):
+        with monkeypatch.context() as patch:
+            patch.setattr(Tensor, "copy_", fault)
+            proof = asyncio.run(sampler.publish("a", "promoted", sent, 2))
+        assert proof.fingerprint != sent.fingerprint, fault.__name__
+    assert asyncio.run(sampler.publish("a", "promoted", sent, 3)).fingerprint == sent.fingerprint
 
 
 def test_weights_of_another_dtype_shape_or_name_do_not_land(folder: Path):

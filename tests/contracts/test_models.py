@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -187,7 +188,7 @@ def test_another_file_in_the_package_is_not_converted(tmp_path: Path, monkeypatc
 
 
 def test_the_pinned_ids_of_smollm2_are_those_of_its_own_vocabulary_merges_and_pattern():
-    """The rebuilt tokenizer drops the splitting of digits (PITFALLS B13): a slow tokenizer straight from the file's merges judges."""
+    """The loader drops the splitting of digits (PITFALLS B13): a slow tokenizer straight from the file's merges judges."""
     regex = pytest.importorskip("regex")
     gguf = pytest.importorskip("gguf")
     fields = gguf.GGUFReader(str(_gguf())).fields
@@ -200,7 +201,7 @@ def test_the_pinned_ids_of_smollm2_are_those_of_its_own_vocabulary_merges_and_pa
 
     def encode(word: str) -> list[int]:
         parts = [symbol[byte] for byte in word.encode()]
-        while pairs := [pair for pair in zip(parts, parts[1:], strict=False) if pair in rank]:
+        while pairs := [pair for pair in pairwise(parts) if pair in rank]:
             best = min(pairs, key=lambda pair: rank[pair])
             at = next(i for i in range(len(parts) - 1) if (parts[i], parts[i + 1]) == best)
             parts[at : at + 2] = ["".join(best)]

@@ -314,6 +314,7 @@ def test_episodes_show_prompt_turns_and_outcome_of_the_newest_update(baton_says:
     last = baton.open_run(first).updates[-1]
     row = records.read_episodes(first / last["episodes_file"])[0]
     assert f"stage 2, update of {last['agent']}: {last['episodes']['n']} episodes, 0 failed" in out
+    assert out.count("stage ") == 1 and out.count("  prompt\n") == 1
     assert row["id"] in out and f"reward {row['reward']:g}" in out
     assert all(line.strip() in out for line in row["prompt"].splitlines())
     for turn in row["turns"]:
@@ -477,10 +478,11 @@ def test_a_terminal_gets_a_bar_with_the_time_left_below_lines_that_stay(
             clock.now = float(second)
             reporter.progress("first: episodes", second * 8 + 1, 64, "noted")
         reporter.update(update)
+        # A process that is killed now must not leave the terminal without its cursor.
+        assert out.getvalue().rfind("\x1b[?25h") > out.getvalue().rfind("\x1b[?25l") > -1
     text = out.getvalue()
     assert "first: episodes" in text and "33/64" in text and "00:0" in text
     assert "\x1b[32m" in text or "\x1b[31m" in text or "\x1b[33m" in text
-    assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l")  # the cursor is shown at the end
 
 
 def test_no_color_is_respected(first: Path, monkeypatch: pytest.MonkeyPatch) -> None:

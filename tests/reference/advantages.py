@@ -63,6 +63,4 @@ def informative_share(accuracy: float, size: int) -> float:
 
 def informative_groups(rewards: Sequence[float], groups: Sequence[str]) -> int:
     """Groups in which two rewards differ."""
-    return sum(
-        any(rewards[i] != rewards[j] for i in index for j in index) for index in _members(groups).values()
-    )
+    return sum(any(rewards[i] != rewards[j] for i in index for j in index) for index in _members(groups).values())

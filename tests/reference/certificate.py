@@ -34,9 +34,7 @@ def published(
             -curvatures[i] * deltas[i],
             -occupancy_penalty_printed(deltas[i], gamma=gamma, a_max=a_max),
             -zetas[i] / (1.0 - gamma),
-            -a_max
-            / (1.0 - gamma)
-            * math.sqrt(math.log(2.0 * len(deltas) / delta_conf) / (2.0 * n_episodes[i])),
+            -a_max / (1.0 - gamma) * math.sqrt(math.log(2.0 * len(deltas) / delta_conf) / (2.0 * n_episodes[i])),
         )
         gain += sum(parts)
         scale += sum(abs(x) for x in parts)

@@ -28,10 +28,7 @@ class Slow:
 
 
 def log_ratio(logprobs: Rows, behavior: Rows, mask: Masks) -> list[list[float]]:
-    return [
-        [logprobs[b][t] - behavior[b][t] if mask[b][t] else 0.0 for t in range(len(mask[b]))]
-        for b in range(len(mask))
-    ]
+    return [[logprobs[b][t] - behavior[b][t] if mask[b][t] else 0.0 for t in range(len(mask[b]))] for b in range(len(mask))]
 
 
 def exp_bounded(x: float) -> tuple[float, bool]:
@@ -75,9 +72,7 @@ def dis(
     return _over(terms, denominator, counts)
 
 
-def ppo(
-    logprobs: Rows, behavior: Rows, advantages: Rows, mask: Masks, *, clip: float, denominator: float
-) -> Slow:
+def ppo(logprobs: Rows, behavior: Rows, advantages: Rows, mask: Masks, *, clip: float, denominator: float) -> Slow:
     """loss = -sum_t mask_t min(rho A, clip(rho, 1-eps, 1+eps) A) / denominator  (4.8)."""
     terms: list[float] = []
     counts = {"clamped": 0}
@@ -92,9 +87,7 @@ def ppo(
     return _over(terms, denominator, counts)
 
 
-def episode_log_ratios(
-    logprobs: Rows, behavior: Rows, mask: Masks, episode: Sequence[int]
-) -> dict[int, float]:
+def episode_log_ratios(logprobs: Rows, behavior: Rows, mask: Masks, episode: Sequence[int]) -> dict[int, float]:
     """u of each episode that has an action token: the raw sum over all its rows and own tokens (F6)."""
     u: dict[int, float] = {}
     for b in range(len(mask)):

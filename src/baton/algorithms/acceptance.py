@@ -7,7 +7,9 @@ that took no part in the step (look); what was published is what was judged (pro
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from jaxtyping import Float, Int
@@ -17,7 +19,7 @@ from baton.algorithms.options import GateOptions
 from baton.core import trust_region
 from baton.core.keyed import key, uniforms
 from baton.engines.engine import Anchor, Learner, Sampler, ScoreRequest
-from baton.errors import ConfigError, NonFiniteError, ReplayGapError
+from baton.errors import ConfigError, NonFiniteError, PublishError, ReplayGapError
 from baton.types import AgentId, GateRecord, TokenBatch, TokenDivergence, Weights
 
 
@@ -89,9 +91,13 @@ async def publish_with_proof(
 ) -> tuple[str, float | None]:
     """Step 14: publish into the candidate slot and prove that it landed: fingerprint and log-prob probe (5.4).
 
-    Returns ("", gap) or (why it did not, gap where one was measured), the gap in nats per token.
+    `probe` selects whole messages of the agent. Returns ("", gap) or (why it did not, gap where one was measured), the gap
+    in nats per token.
     """
-    proof = await sampler.publish(trainee.agent, "candidate", weights, version)
+    try:
+        proof = await sampler.publish(trainee.agent, "candidate", weights, version)
+    except PublishError as error:
+        return str(error), None
     if proof.fingerprint != weights.fingerprint or proof.version != version:
         return f"the sampler holds {proof.fingerprint[:12]}, {weights.fingerprint[:12]} was sent", None
     rows = probe.rows(list(range(min(4, probe.n_rows))))
@@ -99,29 +105,32 @@ async def publish_with_proof(
     requests: list[ScoreRequest] = []
     wanted: list[Float[Tensor, " N"]] = []
     for b in range(rows.n_rows):
-        positions = rows.mask[b].nonzero()[:, 0].tolist()
         ids = rows.ids[b].tolist()
-        first, last = positions[0], positions[-1]
-        requests.append(
-            ScoreRequest(
-                agent=trainee.agent,
-                slot="candidate",
-                prompt_ids=tuple(ids[:first]),
-                ids=tuple(ids[first : last + 1]),
-                temperature=rows.temperature,
+        for first, end in _runs(rows.mask[b].tolist()):
+            requests.append(
+                ScoreRequest(
+                    agent=trainee.agent,
+                    slot="candidate",
+                    prompt_ids=tuple(ids[:first]),
+                    ids=tuple(ids[first:end]),
+                    temperature=rows.temperature,
+                )
             )
-        )
-        wanted.append(expected[b, positions])
+            wanted.append(expected[b, first:end])
     scores = await sampler.score(requests)
     gaps: list[float] = []
-    for b, (score, want) in enumerate(zip(scores, wanted, strict=True)):
-        positions = rows.mask[b].nonzero()[:, 0]
-        got = torch.tensor(score, dtype=torch.float64)[positions - positions[0]]
-        gaps += (got - want.double()).abs().tolist()
+    for score, want in zip(scores, wanted, strict=True):
+        gaps += (torch.tensor(score, dtype=torch.float64) - want.double()).abs().tolist()
     gap = sum(gaps) / len(gaps)
     if not gap <= (REPLAY_EXACT if trainee.is_exact else REPLAY_ROUNDED):
         return f"probe messages score {gap:.3g} nats per token apart in sampler and learner", gap
     return "", gap
+
+
+def _runs(mask: Sequence[bool]) -> list[tuple[int, int]]:
+    """(first, end) of each stretch of own tokens: the messages of a row, without the context between them."""
+    edges = [n for n, (one, other) in enumerate(pairwise((False, *mask, False))) if one != other]
+    return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 # ---- the gate --------------------------------------------------------------------------------------------------

@@ -31,10 +31,13 @@ LATER_BASELINES = ("critic", "running_mean")
 class ObjectiveOptions(_Options):
     """The loss as weight x band x baseline; a preset fixes all three, single keys override it."""
 
-    preset: Literal["grpo_dis", "grpo", "sequence"] = Field(default="grpo_dis", description="weight, band and baseline at once")
+    preset: Literal["grpo_dis", "grpo", "sequence"] = Field(
+        default="grpo_dis", description="weight, band and baseline at once"
+    )
     weight: Literal["preset", "dis", "ppo", "sequence"] = Field(default="preset", description="how a token's ratio enters")
     band: Literal["preset", "tight", "reasoning", "coding"] = Field(
-        default="preset", description="ratio band of weight `dis`: tight (.8, 1.25), reasoning (.7, 6), coding (.2, 4), strict"
+        default="preset",
+        description="ratio band of weight `dis`: tight (.8, 1.25), reasoning (.7, 6), coding (.2, 4), strict",
     )
     clip: float = Field(default=0.2, gt=0, lt=1, description="clip of the ratio for weights `ppo` and `sequence`")
     baseline: Literal["preset", "group", "loo", "batch_mean"] = Field(
@@ -60,7 +63,7 @@ class ObjectiveOptions(_Options):
         weight = self.resolved[0]
         if self.band != "preset" and weight != "dis":
             raise ValueError(f"band = '{self.band}' has no effect with weight '{weight}'; remove it or set weight = 'dis'")
-        if "clip" in self.model_fields_set and weight == "dis":
+        if self.clip != type(self).model_fields["clip"].default and weight == "dis":
             raise ValueError("clip has no effect with weight 'dis'; remove it or set weight = 'ppo' or 'sequence'")
         return self
 
@@ -75,7 +78,9 @@ class ObjectiveOptions(_Options):
 class PenaltyOptions(_Options):
     """The exact KL term of the loss and its coefficient beta (ALGORITHMS 2.5)."""
 
-    start: float = Field(default=0.001, ge=0, description="beta at the start, per nat and token; 0 leaves the term out for good")
+    start: float = Field(
+        default=0.001, ge=0, description="beta at the start, per nat and token; 0 leaves the term out for good"
+    )
     low: float = Field(default=1e-3, gt=0, description="smallest beta that adaption reaches")
     high: float = Field(default=10.0, gt=0, description="largest beta")
 
@@ -96,7 +101,9 @@ class SatOptions(_Options):
         default="auto", description="episodes per prompt; auto: 4, or 8 where the start accuracy is below .15"
     )
     order: OrderName = Field(default="random", description="order of the agents in a stage")
-    inner_steps: int = Field(default=2, ge=1, description="optimiser steps per update, each on a disjoint part of the episodes")
+    inner_steps: int = Field(
+        default=2, ge=1, description="optimiser steps per update, each on a disjoint part of the episodes"
+    )
     min_informative: int = Field(default=4, ge=1, description="groups with unequal rewards that an update needs")
     objective: ObjectiveOptions = Field(default=ObjectiveOptions(), description="the loss")
     penalty: PenaltyOptions = Field(default=PenaltyOptions(), description="the KL term")
@@ -121,13 +128,18 @@ class GateOptions(_Options):
     """`[gate]`: who may say no, and on what evidence (ALGORITHMS 2.4)."""
 
     preset: Literal["default", "demo"] = Field(
-        default="default", description="radii where an agent sets none: default .05 / .01, demo .5 / .06 (tiny models, short runs)"
+        default="default",
+        description="radii where an agent sets none: default .05 / .01, demo .5 / .06 (tiny models, short runs)",
     )
     probe_prompts: int = Field(default=64, ge=1, description="held-out prompts per update, one episode each")
-    quantile: float = Field(default=0.99, gt=0, lt=1, description="quantile of the per-state divergence that the radius bounds")
+    quantile: float = Field(
+        default=0.99, gt=0, lt=1, description="quantile of the per-state divergence that the radius bounds"
+    )
     eta: float = Field(default=0.05, gt=0, lt=1, description="miss probability of the certified quantile, over all looks")
     direction: Direction = Field(default="max", description="which KL the gate reads")
-    require_certified: bool = Field(default=False, description="refuse a config whose probe prompts cannot certify the quantile")
+    require_certified: bool = Field(
+        default=False, description="refuse a config whose probe prompts cannot certify the quantile"
+    )
     max_states_per_message: int = Field(default=128, ge=1, description="states read per message")
     max_states: int = Field(default=8192, ge=1, description="states read in all")
 

@@ -436,9 +436,8 @@ async def propose(
     sums, draft.replay = check_replay(state.replay, gap, agent=trainee.agent, is_exact=trainee.is_exact)  # 6
     state = replace(state, replay=sums)
     rows = [t for e in probe for t in batching.trajectories(e, trainee.agent)]
-    draft.states = states = probe_states(
-        batching.token_batch(rows, temperature=temperature), world.gate, at=(world.seed, stage, trainee.agent, PROBE)
-    )
+    messages = batching.token_batch(rows, temperature=temperature)
+    draft.states = states = probe_states(messages, world.gate, at=(world.seed, stage, trainee.agent, PROBE))
     current = learner.remember(states.batch)
     origin = learner.snapshot()  # 8
     objective = losses.Objective(weight=options.objective.weight_of(), penalty=state.beta)
@@ -468,7 +467,7 @@ async def propose(
         return state
     began = world.clock()
     weights = learner.weights()
-    why, draft.published_gap = await publish_with_proof(world.sampler, trainee, states.batch, weights, version)  # 14
+    why, draft.published_gap = await publish_with_proof(world.sampler, trainee, messages, weights, version)  # 14
     draft.seconds["publish"] = world.clock() - began
     if why:
         draft.verdict = Rejected(reason="not_published", gate=record, detail=why)

@@ -28,7 +28,8 @@ class WarmStartOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     source: str = Field(default="env", description="`env`: the env's own demonstrations; or a JSONL of dialogues (messages)")
     seats: Literal["own", "all"] = Field(
-        default="own", description="demonstrations of the agent's own seat, or of all seats (one start that several seats share)"
+        default="own",
+        description="demonstrations of the agent's own seat, or of all seats (one start that several seats share)",
     )
     demonstrations: int = Field(default=4096, ge=2, description="demonstrations drawn, the held-out ones included")
     held_out: int = Field(default=64, ge=1, description="demonstrations kept for measuring, never stepped on")

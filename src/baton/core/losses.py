@@ -219,8 +219,7 @@ def sequence(
     carry. All rows of an episode must be in the call. Diagnostics: episodes, clipped, clamped.
 
     Raises:
-        DataError: action tokens of one episode carry different advantages, or the denominator is not
-        positive.
+        DataError: action tokens of one episode carry different advantages, or the denominator is not positive.
     """
     _, place_B = torch.unique(episode_B, return_inverse=True)
     n_episodes = int(place_B.max()) + 1 if place_B.numel() else 0

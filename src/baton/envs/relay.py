@@ -21,6 +21,9 @@ from baton.envs.env import Demonstration, Grade
 from baton.errors import ConfigError, MissingError
 from baton.types import Task
 
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+"""Symbols of layout 'keys': a table writes the upper-case letter before what it becomes, so that a key is never a value."""
+
 SYMBOLS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 NAMES = (
@@ -50,9 +53,10 @@ class RelayOptions(BaseModel):
         description="Alphabet size m, 2 to 62 (names: 2 to 16). Default 8, or 4 with form = 'names'.",
     )
     prompts: int = Field(default=20_000, ge=1, description="Number of tasks that the run draws its four prompt sets from.")
-    layout: Literal["row", "pairs"] = Field(
-        default="row",
-        description="Table text of form = 'symbols': 'row' lists T(0) T(1) ..., 'pairs' writes 0>T(0) 1>T(1) ...",
+    layout: Literal["keys", "row", "pairs"] = Field(
+        default="keys",
+        description="Table text of form = 'symbols': 'keys' AcBa.. (a becomes c, b becomes a; up to 26 symbols), "
+        "'row' T(0)T(1).., 'pairs' 0>T(0) 1>T(1) ..",
     )
 
     @model_validator(mode="before")
@@ -61,6 +65,12 @@ class RelayOptions(BaseModel):
         if isinstance(data, Mapping) and data.get("form") == "names" and "symbols" not in data:
             return {**data, "symbols": 4}
         return data
+
+    @model_validator(mode="after")
+    def _enough_letters(self) -> RelayOptions:
+        if self.form == "symbols" and self.layout == "keys" and self.symbols > len(LETTERS):
+            raise ValueError(f"symbols = {self.symbols}: layout 'keys' has {len(LETTERS)} letters; set layout = 'row'")
+        return self
 
     @model_validator(mode="after")
     def _enough_names(self) -> RelayOptions:
@@ -84,6 +94,7 @@ class RelayEnv:
         self._n = n_agents
         self._m = options.symbols
         self._is_names = options.form == "names"
+        self._alphabet = (LETTERS if options.layout == "keys" else SYMBOLS)[: self._m]
         self._block = lru_cache(maxsize=4)(self._draw_block)
 
     @property
@@ -128,7 +139,7 @@ class RelayEnv:
             return Grade(1.0) if got == task.answer.casefold() else Grade(0.0, "wrong")
         if len(said) > 1:
             return Grade(0.0, "unparsed: more than one symbol")
-        if said not in SYMBOLS[: self._m]:
+        if said not in self._alphabet:
             return Grade(0.0, "unparsed: no symbol of the alphabet")
         return Grade(1.0) if said == task.answer else Grade(0.0, "wrong")
 
@@ -137,7 +148,7 @@ class RelayEnv:
         if self._is_names:
             word = said.split(maxsplit=1)[0].strip(_EDGE).casefold() if said else ""
             return word if word in _FOLDED else None
-        return said if len(said) == 1 and said in SYMBOLS[: self._m] else None
+        return said if len(said) == 1 and said in self._alphabet else None
 
     def demonstration(self, task: Task, seat: int) -> Demonstration:
         """The right reply of a seat, which hears, if it is not the first, a uniform symbol in place of the chain's own:
@@ -190,18 +201,20 @@ class RelayEnv:
             picked = np.argsort(draws[:, n * m + 1 :], axis=1, kind="stable")[:, :m].tolist()
             words = [[NAMES[i] for i in row] for row in picked]
         else:
-            words = [list(SYMBOLS[:m])] * count
+            words = [list(self._alphabet)] * count
         return list(zip(words, starts, tables, strict=True))
 
     def _view(self, words: list[str], table: list[int]) -> str:
         if self._is_names:
             return " ".join(f"{words[i]} gives to {words[j]}." for i, j in enumerate(table))
+        if self._options.layout == "keys":
+            return "".join(f"{words[i].upper()}{words[j]}" for i, j in enumerate(table))
         if self._options.layout == "pairs":
-            return "table: " + " ".join(f"{words[i]}>{words[j]}" for i, j in enumerate(table))
-        return "table: " + " ".join(words[j] for j in table)
+            return " ".join(f"{words[i]}>{words[j]}" for i, j in enumerate(table))
+        return "".join(words[j] for j in table)
 
     def _with_start(self, view: str, word: str) -> str:
-        return f"{view} {word} has it." if self._is_names else f"{view} ; in: {word}"
+        return f"{view} {word} has it." if self._is_names else f"{view} in {word}"
 
     def _full(self, words: list[str], start: int, tables: list[list[int]]) -> str:
         if self._is_names:
@@ -211,7 +224,7 @@ class RelayEnv:
                 f"Who has it after round {len(tables)}? Answer with one name."
             )
         body = "\n".join(self._view(words, table) for table in tables)
-        return f"{body} ; in: {words[start]}"
+        return f"{body} in {words[start]}"
 
 
 _FOLDED = frozenset(name.casefold() for name in NAMES)

