@@ -24,7 +24,9 @@ def _rows(folder: Path, *answers: object) -> str:
 
 
 @pytest.mark.parametrize("n_agents", [1, 2, 3, 5])
-@pytest.mark.parametrize("form", [{}, {"layout": "pairs"}, {"form": "names"}, {"symbols": 2}, {"symbols": 62}])
+@pytest.mark.parametrize(
+    "form", [{}, {"layout": "pairs"}, {"form": "names"}, {"symbols": 2}, {"symbols": 62, "layout": "row"}]
+)
 def test_the_relay_passes_the_contract(form: dict, n_agents: int, tmp_path: Path) -> None:
     env = build(RelayOptions.model_validate({"name": "relay", "prompts": 600, **form}), n_agents=n_agents, root=tmp_path)
     assert isinstance(env, Env)

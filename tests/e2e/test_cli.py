@@ -25,6 +25,7 @@ from baton.cli import main
 TABLES = """
 [env]
 name = "relay"
+layout = "row"
 symbols = 3
 prompts = 250
 [protocol]

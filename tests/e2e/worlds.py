@@ -59,8 +59,18 @@ def parity(*overrides: str, agents: Sequence[str] = ("a", "b"), bits: int = 1, l
 
 def relay(*overrides: str) -> Config:
     """Two tiny models that hand a symbol on: the torch engine at its smallest."""
+    # Enough of a start to answer with symbols at all, so that some groups differ in reward.
+    start = {"steps": 20, "batch": 32, "held_out": 16, "lr": 3e-3}
     agents = [
-        {"name": n, "model": "tiny:64k", "system": "", "max_new_tokens": 1, "lr": 3e-3, "radius": radius}
+        {
+            "name": n,
+            "model": "tiny:64k",
+            "system": "",
+            "max_new_tokens": 1,
+            "lr": 3e-3,
+            "radius": radius,
+            "warm_start": start,
+        }
         for n, radius in (("first", {"token": 0.5, "message_mean": 0.06}), ("second", {"token": 0.5, "message_mean": 0.06}))
     ]
     return config.parse(

@@ -24,9 +24,9 @@ def _play(env: RelayEnv, index: int, *, noise_seat: int | None = None) -> float:
     task = env.task(index)
     heard = ""
     for seat, view in enumerate(task.views):
-        body, _, start = view.removeprefix("table: ").partition(" ; in: ")
+        body, _, start = view.partition(" in ")
         heard = start or heard
-        heard = body.split(" ")[int(heard)]
+        heard = body[body.index(heard.upper()) + 1]
         if seat == noise_seat:
             heard = env.ablate(task, seat, key("noise", index))
     return env.grade(task, heard).reward
@@ -106,17 +106,20 @@ def test_tables_and_starts_are_uniform() -> None:
 
 def test_only_the_first_seat_sees_the_start_and_each_its_own_table() -> None:
     task = relay(4, symbols=3).task(5)
-    assert [" in: " in view for view in task.views] == [True, False, False, False]
+    assert [" in " in view for view in task.views] == [True, False, False, False]
     tables = json.loads(task.payload)["tables"]
-    assert task.views[2] == "table: " + " ".join(map(str, tables[2]))
-    assert all(view.split(" ;")[0] in task.prompt for view in task.views) and " ; in: " in task.prompt
+    assert task.views[2] == "".join(f"{key}{'abc'[value]}" for key, value in zip("ABC", tables[2], strict=True))
+    assert all(view.split(" in ")[0] in task.prompt for view in task.views) and " in " in task.prompt
 
 
 def test_the_layouts_write_the_same_task() -> None:
-    row, pairs = relay(symbols=4).task(7), relay(symbols=4, layout="pairs").task(7)
-    assert row.payload == pairs.payload and row.answer == pairs.answer
-    table = json.loads(row.payload)["tables"][1]
-    assert pairs.views[1] == "table: " + " ".join(f"{i}>{j}" for i, j in enumerate(table))
+    keys, row, pairs = (relay(symbols=4, layout=layout).task(7) for layout in ("keys", "row", "pairs"))
+    hidden = [json.loads(task.payload) for task in (keys, row, pairs)]
+    assert all(one["tables"] == hidden[0]["tables"] and one["start"] == hidden[0]["start"] for one in hidden)
+    table = hidden[0]["tables"][1]
+    assert row.answer == pairs.answer == str("abcd".index(keys.answer))
+    assert row.views[1] == "".join(map(str, table))
+    assert pairs.views[1] == " ".join(f"{i}>{j}" for i, j in enumerate(table))
 
 
 @pytest.mark.parametrize(

@@ -263,8 +263,8 @@ _TINY_CONTEXT = 4096
 
 _ROPE_THETA, _ROPE_THETA_TWO_LAYERS = 100.0, 10.0
 """Rotary frequencies down to one turn in some 350 tokens, and in some 50 for the smallest models, whose prompts are shorter:
-slower turns tell them nothing. At 64k a table of 8 keys is looked up after 80 to 160 batches of 64, after 180 to more than 900
-with theta 100."""
+slower turns tell them nothing. At 64k a table of 8 keys is looked up after 80 to 160 batches of 64, with theta 100 after 180
+to more than 900."""
 
 _SHARPNESS = 2.0
 """Start of the query norm's gain. Attention scores are at most gain * sqrt(head width): 4 at gain 1 and width 16, which is
