@@ -297,7 +297,7 @@ class RunJournal:
         # A shrunk update keeps its moments (a table may have met new states), and masters that are served lie in the
         # version folder already.
         held = frozenset[str]() if training is None else records.moment_names(self.run.path / training)
-        if held != set(snapshot.moments) or snapshot.steps != before["steps"] or not self.crew.serves_masters:
+        if held != frozenset(snapshot.moments) or snapshot.steps != before["steps"] or not self.crew.serves_masters:
             path = folder / f"training-{report.position:06d}.safetensors"
             records.save_training(path, snapshot, with_masters=not self.crew.serves_masters)
             training = str(path.relative_to(self.run.path))
