@@ -486,11 +486,15 @@ async def _train(config: Config, root: Path, run: Run, reporter: Reporter, stop:
         folders, warm = _starts(plan, reporter, stop)
         team = Team(members=tuple(Member(agent=a.name, model=a.model) for a in config.agents))
     else:
-        folders = {a.name: run.path / run.files[a.name]["weights"] for a in config.agents}
-        warm, team = {}, run.position.team
-        for name, folder in folders.items():
-            if not folder.is_dir():
-                raise RunError(f"the weights of '{name}' ({folder}) are gone; the run cannot be resumed without them")
+        # Models are built from version 0, which is never pruned and lends its tokenizer to every later version;
+        # `restore_learner` puts in the promoted weights.
+        folders, warm, team = {a.name: run.folder(a.name, 0) for a in config.agents}, {}, run.position.team
+        for name, files in run.files.items():
+            if not (run.path / files["weights"]).is_dir():
+                raise RunError(
+                    f"the weights of '{name}' ({run.path / files['weights']}) are gone; the run cannot be resumed "
+                    "without them"
+                )
     names = [a.name for a in config.agents]
     reporter.say(f"loading {len(names)} agents: " + ", ".join(f"{a.name} ({a.model})" for a in config.agents))
     crew = assemble.crew(config, folders, learners=names)

@@ -159,6 +159,17 @@ def test_the_torch_engine_resumes_bit_for_bit(dtype: str, straight: Any, cache: 
     worlds.go_on(settings, tmp_path / "run")
     assert worlds.final(tmp_path / "run") == worlds.final(straight(settings))
     worlds.check_ledger(tmp_path / "run")
+    assert {u["word"] for u in run.Run(tmp_path / "run").updates} >= {"accepted", "shrunk"}
+    assert run.Run(tmp_path / "run").files["first"]["steps"] > 2, "moments of before the kill were used after it"
+
+
+def test_a_resumed_run_outlives_the_version_that_it_was_resumed_from(straight: Any, cache: Path, tmp_path: Path) -> None:
+    """Each version takes its tokenizer and config from version 0, not from one that pruning will remove."""
+    short, long = (worlds.relay(f"algorithm.stages={n}", "checkpoint.keep=1") for n in (1, 5))
+    resumed_from = run.train(short, run=tmp_path / "run").folder("first")
+    run.train(long, run=tmp_path / "run", resume=True)
+    assert not resumed_from.exists() and len(versions(tmp_path / "run", "first")) > 3
+    assert worlds.final(tmp_path / "run") == worlds.final(straight(long))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -271,6 +271,42 @@ def test_a_shrunk_update_keeps_the_moments_and_steps_of_before() -> None:
     assert found > 1
 
 
+def test_the_gate_judges_what_is_served_at_the_sampling_temperature() -> None:
+    """T22, G52 in the loop: every divergence of every look is recomputed by hand from the two served tables."""
+    settings = worlds.parity("agents.a.temperature=0.5", "agents.b.temperature=0.5", "algorithm.stages=6", lr=0.4)
+    stage = worlds.world(settings)
+    compared = 0
+    for _ in range(12):
+        before = {n: stage.learner(n).weights() for n in "ab"}
+        (report,) = stage.train(1)
+        if isinstance(report.verdict, Rejected):
+            continue
+        after = stage.learner(report.agent).weights()
+        evidence = stage.journal.evidence[-1]
+        assert evidence.states is not None
+        record, found = evidence.looks[-1]
+        assert record.scale == report.verdict.scale
+        ids = evidence.states.batch.ids
+        pairs = []
+        for row, position in zip(found.row.tolist(), found.position.tolist(), strict=True):
+            name = "row." + "".join(f"{i:04x}" for i in ids[row, :position].tolist())
+            old, new = (law(w.tensors.get(name), temperature=0.5) for w in (before[report.agent], after))
+            pairs.append(
+                tuple(sum(p * math.log(p / q) for p, q in zip(x, y, strict=True)) for x, y in ((new, old), (old, new)))
+            )
+        assert found.kl_new_old.tolist() == pytest.approx([p[0] for p in pairs], abs=1e-9)
+        assert found.kl_old_new.tolist() == pytest.approx([p[1] for p in pairs], abs=1e-9)
+        worst = sorted(max(p) for p in pairs)
+        assert record.q_point == pytest.approx(worst[math.ceil(0.99 * len(worst)) - 1], abs=1e-9)
+        compared += any(p[0] > 1e-3 for p in pairs)
+    assert compared > 3
+
+
+def law(logits: Any, *, temperature: float) -> list[float]:
+    weights = [math.exp(float(x) / temperature) for x in ((0.0, 0.0) if logits is None else logits)]
+    return [w / sum(weights) for w in weights]
+
+
 # ---- what adapts -----------------------------------------------------------------------------------------------
 
 
@@ -443,8 +479,8 @@ def check_replay_at(factor: float) -> None:
 
 
 def test_a_radius_below_the_noise_floor_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run.local, "noise_floor", lambda learner, batch: (0.02, 0.7))
-    with pytest.raises(ConfigError, match=r"agents\.first\.radius\.message_mean = 0\.06 nats is below the noise floor 0\.7"):
+    monkeypatch.setattr(run.local, "noise_floor", lambda learner, batch: (0.02, 70.0))
+    with pytest.raises(ConfigError, match=r"agents\.first\.radius\.message_mean = 50 nats is below the noise floor 70"):
         run.train(worlds.relay(), run=tmp_path / "run")
     assert not run.Run(tmp_path / "run").records("start")
 

@@ -58,27 +58,21 @@ def parity(*overrides: str, agents: Sequence[str] = ("a", "b"), bits: int = 1, l
 
 
 def relay(*overrides: str) -> Config:
-    """Two tiny models that hand a symbol on: the torch engine at its smallest."""
-    # Enough of a start to answer with symbols at all, so that some groups differ in reward.
-    start = {"steps": 20, "batch": 32, "held_out": 16, "lr": 3e-3}
+    """Two tiny models that hand a symbol on: the torch engine at its smallest.
+
+    The first may move as far as it likes (accepted whole, so it has moments), the second is shrunk.
+    """
     agents = [
-        {
-            "name": n,
-            "model": "tiny:64k",
-            "system": "",
-            "max_new_tokens": 1,
-            "lr": 3e-3,
-            "radius": radius,
-            "warm_start": start,
-        }
-        for n, radius in (("first", {"token": 0.5, "message_mean": 0.06}), ("second", {"token": 0.5, "message_mean": 0.06}))
+        {"name": n, "model": "tiny:64k", "system": "", "max_new_tokens": 1, "lr": 3e-3, "radius": radius}
+        for n, radius in (("first", {"token": 50.0, "message_mean": 50.0}), ("second", {"token": 0.5, "message_mean": 0.06}))
     ]
     return config.parse(
         {
+            "seed": 11,
             "env": {"name": "relay", "symbols": 4, "prompts": 200},
             "protocol": {"name": "chain", "sees": "previous"},
             "agents": agents,
-            "algorithm": {"stages": 2, "episodes": 16, "group": 4, "min_informative": 1},
+            "algorithm": {"stages": 3, "episodes": 32, "group": 8, "min_informative": 1},
             "gate": {"probe_prompts": 8},
             "engine": {"threads": 1},
         },
@@ -350,7 +344,9 @@ def check_ledger(path: Path) -> None:
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
-    return load_file(next(folder.glob("*.safetensors")))
+    files = list(folder.glob("*.safetensors"))
+    assert len(files) == 1, f"{folder} holds {len(files)} weight files"
+    return load_file(files[0])
 
 
 # ---- sudden death ----------------------------------------------------------------------------------------------
