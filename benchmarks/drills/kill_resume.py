@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib
 import json
 import os
 import platform
@@ -33,6 +34,8 @@ import transformers
 from baton import config, run
 
 KILLS, QUICK_KILLS = 20, 3
+POLL = 0.005
+"""Seconds between two looks at a run's files."""
 
 START = {"steps": 20, "batch": 32, "demonstrations": 512, "held_out": 32, "lr": 3e-3, "target": 0.9}
 SETTINGS: dict[str, Any] = {
@@ -42,7 +45,7 @@ SETTINGS: dict[str, Any] = {
         {"name": name, "model": "tiny:64k", "system": "", "max_new_tokens": 1, "lr": 4e-4, "warm_start": START}
         for name in ("first", "second")
     ],
-    "algorithm": {"stages": 5, "episodes": 64, "group": 8},
+    "algorithm": {"stages": 10, "episodes": 64, "group": 8},
     "gate": {"preset": "demo", "probe_prompts": 32},
     "checkpoint": {"keep": 1},
     "engine": {"threads": 1},
@@ -51,16 +54,22 @@ SETTINGS: dict[str, Any] = {
 
 def train(folder: Path, seed: int) -> None:
     """The process that is killed. It says `go` once its imports are done, so that moments fall into the run itself."""
+    importlib.import_module("transformers.models.qwen3.modeling_qwen3")  # what `tiny:` models need, else loaded on first use
     settings = config.parse({**SETTINGS, "seed": seed})
     print("go", flush=True)
     run.train(settings, run=folder, resume=(folder / "config.toml").is_file())
+
+
+def cache(folder: Path) -> Path:
+    """Every run makes its models and warm starts itself."""
+    return folder.with_name(folder.name + "-cache")
 
 
 def launch(folder: Path, seed: int) -> subprocess.Popen[str]:
     """Start or resume the run in a process of its own, and wait until it says `go`."""
     process = subprocess.Popen(
         [sys.executable, __file__, "--train", str(folder), "--seed", str(seed)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "BATON_CACHE": str(folder.with_name(folder.name + "-cache"))},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "BATON_CACHE": str(cache(folder))},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -71,6 +80,14 @@ def launch(folder: Path, seed: int) -> subprocess.Popen[str]:
     return process
 
 
+def progress(folder: Path) -> int:
+    """Milestones that the run has passed: the resolved config, each finished warm start, each line of its journal."""
+    journal, warm = folder / "stages.jsonl", cache(folder) / "warm"
+    starts = sum(not p.name.startswith(".") for p in warm.iterdir()) if warm.is_dir() else 0
+    lines = journal.read_bytes().count(b"\n") if journal.is_file() else 0
+    return (folder / "config.toml").is_file() + starts + lines
+
+
 def finish(process: subprocess.Popen[str]) -> None:
     """Let the run go to its end."""
     _, errors = process.communicate()
@@ -78,11 +95,26 @@ def finish(process: subprocess.Popen[str]) -> None:
         raise SystemExit(f"a run that was left alone ended with code {process.returncode}:\n{errors[-4000:]}")
 
 
-def kill_at(folder: Path, seed: int, moment: float) -> bool:
-    """Start the run and kill it after so many seconds. False where it was done before that."""
+def watch(folder: Path, seed: int) -> list[tuple[int, float]]:
+    """Let a run go to its end; (milestone, seconds after `go` at which it was passed), the last one its final line."""
+    process, timeline = launch(folder, seed), [(0, 0.0)]
+    began = time.monotonic()
+    while process.poll() is None:
+        passed = progress(folder)
+        if passed > timeline[-1][0]:
+            timeline.append((passed, time.monotonic() - began))
+        time.sleep(POLL)
+    finish(process)
+    return timeline
+
+
+def kill_at(folder: Path, seed: int, milestone: int, later: float) -> bool:
+    """Start the run and kill it so many seconds after a milestone. False where it was done before that."""
     process = launch(folder, seed)
+    while progress(folder) < milestone and process.poll() is None:
+        time.sleep(POLL)
     try:
-        process.wait(timeout=moment)
+        process.wait(timeout=later)
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGKILL)
     process.communicate()
@@ -139,20 +171,21 @@ def main() -> int:
     equal, missed, reused, moments, places = 0, 0, 0, list[float](), list[str]()
     with tempfile.TemporaryDirectory(prefix="baton-kill-") as name:
         root = Path(name)
-        process = launch(root / "alone", options.seed)
-        at = time.monotonic()
-        finish(process)
-        length = time.monotonic() - at
+        timeline = watch(root / "alone", options.seed)
+        length = timeline[-1][1]
         wanted = end(root / "alone")
         words = Counter(decided[2] for decided in wanted["decided"])
         print(f"left alone: {length:.1f} s, {len(wanted['decided'])} updates, {dict(words)}", flush=True)
         for n in range(kills):
             folder = root / f"killed-{n}"
             moment = (n + draw.random()) / kills * length
-            # A machine that is faster than a moment ago can be done before its time: then the moment is brought forward.
-            while not kill_at(folder, options.seed, moment):
+            # Counted from the last milestone before it, so that a machine that has become faster or slower since is hit
+            # at the same place; one that has become much faster may be done, and the moment is brought forward.
+            milestone, passed = max(at for at in timeline if at[1] <= moment)
+            later = moment - passed
+            while not kill_at(folder, options.seed, milestone, later):
                 missed += 1
-                moment *= 0.9
+                later /= 2
                 folder = root / f"killed-{n}-again-{missed}"
             where = place(folder)
             finish(launch(folder, options.seed))
