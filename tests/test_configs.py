@@ -283,7 +283,7 @@ REFUSED: Mapping[str, tuple[list[tuple[str, object]], list[str]]] = {
         [("algorithm.episodes", 7), ("algorithm.group", 4)],
         ["episodes = 7", "group = 4", "prompts x group", "4 or 8"],
     ),
-    "episodes that the automatic group could not fill": ([("algorithm.episodes", 12)], ["group = 8", "8 or 16"]),
+    "episodes that the automatic group could not fill": ([("algorithm.episodes", 12)], ["multiple of 8", "8 or 16"]),
     "a group of one": ([("algorithm.group", 1)], ["group = 1", "2 or more"]),
     "a band that the weight does not read": (
         [("algorithm.objective.weight", "ppo"), ("algorithm.objective.band", "tight")],
@@ -336,3 +336,41 @@ def test_a_misspelt_key_ends_the_command_with_code_2_before_anything_is_written(
     said = capsys.readouterr().err
     assert "algorithm.inner_step:" in said and "algorithm.inner_steps" in said
     assert not (tmp_path / "run").exists()
+
+
+def _parity() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "configs" / "parity.toml").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said", "unsaid"),
+    [
+        (["env.name=nope"], ["env.name = 'nope': unknown", "relay"], ["_family", "tag"]),
+        (
+            ["agents.0.radius.token=0", "agents.0.radius.message_mean=1"],
+            ["agents.0.radius.token = 0"],
+            ["preset", "at least 1"],
+        ),
+        (["agents.0.lr=fast"], ["agents.0.lr = 'fast'", "valid number"], ["constrained", "at least 1"]),
+        (["algorithm.episodes=30", "algorithm.group=auto"], ["no multiple of 8", "24 or 32"], ["28"]),
+        (["algorithm.penalty.start=1e-5"], ["start = 1e-05 is outside low = 0.001"], []),
+        (
+            ["algorithm.penalty.start=1e-5", "algorithm.objective.weight=ppo", "algorithm.objective.band=tight"],
+            ["start = 1e-05", "band = 'tight'"],
+            [],
+        ),
+    ],
+)
+def test_a_fault_is_told_in_the_files_own_words(overrides: list[str], said: list[str], unsaid: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(_parity(), overrides)
+    message = str(caught.value)
+    assert all(text in message for text in said), message
+    assert not any(text in message for text in unsaid), message
+
+
+def test_a_missing_key_beside_a_misspelt_one_names_both() -> None:
+    tree = _parity()
+    tree["agents"][0]["radius"] = {"tokn": 0.1, "message_mean": 0.1}
+    with pytest.raises(ConfigError, match=r"(?s)radius\.token: this key is required.*radius\.tokn: unknown key"):
+        parse(tree)

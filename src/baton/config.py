@@ -293,15 +293,41 @@ def _models(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def _explain(error: ValidationError, tree: Mapping[str, Any]) -> str:
-    lines = [_line(e["loc"], e["type"], e["msg"], e.get("input"), tree) for e in error.errors()]
+    faults = error.errors()
+    # A table that has a fault inside also fails as a whole, and as every other arm of its union: only the inner fault helps.
+    places = [e["loc"] for e in faults]
+    told = [
+        e
+        for e in faults
+        if not isinstance(e.get("input"), dict | list | tuple)
+        or not any(_is_inside(place, e["loc"], is_arm=e["type"] == "literal_error") for place in places)
+    ]
+    lines = [_line(e["loc"], e["type"], e["msg"], e.get("input"), tree) for e in told or faults]
     distinct = list(dict.fromkeys(lines))
     return distinct[0] if len(distinct) == 1 else "\n  ".join(["the config has several faults:", *distinct])
 
 
+def _is_inside(place: tuple[int | str, ...], loc: tuple[int | str, ...], *, is_arm: bool) -> bool:
+    """Whether one error lies below another; where `loc` names an arm of a union, below the union."""
+    above = loc[:-1] if is_arm else loc
+    return place != loc and len(place) > len(above) and place[: len(above)] == above
+
+
+_CHOICES: Mapping[str, str] = {
+    "env": "relay, parity, reasoning_gym, jsonl, or a dotted path such as my_pkg.my_env:MyEnv",
+    "protocol": "chain or vote",
+}
+"""What `name` may be where it decides which keys a section has."""
+
+
 def _line(loc: tuple[int | str, ...], kind: str, message: str, value: object, tree: Mapping[str, Any]) -> str:
-    path = _dotted(loc, tree)
+    path = _dotted(loc, tree, is_absent=kind == "missing")
     if kind == "extra_forbidden":
         return f"{path}: unknown key{_nearest(path)}"
+    if kind in ("union_tag_invalid", "union_tag_not_found") and path in _CHOICES:
+        name = cast("Mapping[str, Any]", value).get("name") if isinstance(value, Mapping) else None
+        said = f"{path}.name: this key is required" if name is None else f"{path}.name = {name!r}: unknown"
+        return f"{said}; it is one of {_CHOICES[path]}"
     if kind == "missing":
         return f"{path}: this key is required"
     message = message.removeprefix("Value error, ")
@@ -311,7 +337,7 @@ def _line(loc: tuple[int | str, ...], kind: str, message: str, value: object, tr
     return f"{path} = {shown}: {message[0].lower()}{message[1:]}"
 
 
-def _dotted(loc: tuple[int | str, ...], tree: Mapping[str, Any]) -> str:
+def _dotted(loc: tuple[int | str, ...], tree: Mapping[str, Any], *, is_absent: bool) -> str:
     """The location as the file spells it: tags of unions are pydantic's, not the user's."""
     parts: list[str] = []
     node: Any = tree
@@ -322,8 +348,8 @@ def _dotted(loc: tuple[int | str, ...], tree: Mapping[str, Any]) -> str:
         elif isinstance(node, list) and isinstance(part, int) and part < len(cast("list[Any]", node)):
             node = cast("list[Any]", node)[part]
             parts.append(str(part))
-        elif i == len(loc) - 1 and isinstance(part, str) and re.fullmatch(r"[a-z_][a-z0-9_-]*", part):
-            parts.append(part)
+        elif is_absent and i == len(loc) - 1:
+            parts.append(str(part))
     return ".".join(parts)
 
 

@@ -170,7 +170,9 @@ def _full_information(bench: _Bench, team: _Result, spec: str | None) -> Row:
         return Row(
             name=name,
             value=None,
-            note=f"not run: give a model of about {total:,} parameters with --full-information",
+            note=f"not run: give a model of about {total:,} parameters with --full-information"
+            if total
+            else "not run: tables have no parameters to match",
         )
     folder, codec, parameters = assemble.load_base(spec, seed=bench.plan.config.seed)
     agent = bench.plan.config.agents[-1].name

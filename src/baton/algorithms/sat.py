@@ -113,7 +113,7 @@ class UpdateReport:
     """All that one agent update was and decided; one line of `stages.jsonl`."""
 
     stage: int
-    position: int
+    index: int
     schedule: str
     agent: AgentId
     from_version: int
@@ -537,7 +537,7 @@ async def update(
     team = position.team.promote(agent, verdict, version) if isinstance(verdict, Accepted) else position.team
     report = UpdateReport(
         stage=stage,
-        position=position.done,
+        index=position.done,
         schedule=world.options.name,
         agent=agent,
         from_version=before,

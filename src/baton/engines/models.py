@@ -202,22 +202,27 @@ def _check_folder(folder: Path) -> None:
 
 def _hub(spec: str, *, download: bool) -> Path:
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", spec):
+    if spec.startswith((".", "/", "~")) or spec.count("/") > 1:
+        raise ModelError(f"model '{spec}' is no folder on this machine; check the path (it starts where baton was called)")
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", spec):
         raise ModelError(
             f"model '{spec}' is neither a folder nor tiny:SIZE, {SMOLLM2}, or a Hub id (owner/name); check the spelling"
         )
     wanted = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
     try:
         return Path(snapshot_download(spec, allow_patterns=wanted, local_files_only=True))
+    except HFValidationError as error:
+        raise ModelError(f"model '{spec}' is no Hub id: {error}") from error
     except LocalEntryNotFoundError:
         pass
     try:
         if download:
             return Path(snapshot_download(spec, allow_patterns=wanted))
         files = {entry.rfilename for entry in HfApi().model_info(spec, timeout=10).siblings or []}
-    except (OfflineModeIsEnabled, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    # The Hub's client raises its own errors, the system's, and those of an HTTP library that changes with its version.
+    except Exception as error:
         raise ModelError(
             f"model '{spec}' is not on this machine and the Hub did not give it ({type(error).__name__}: {error}); "
             "check the id and the network, or name a local folder"

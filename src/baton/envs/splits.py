@@ -40,10 +40,10 @@ def split(
     """Splits an environment's tasks into (train, probe, certify, test) of about these shares.
 
     Tasks whose prompt and views are all equal are removed first (the first stays). A task then has a position u in
-    [0, 1): of finite sets SHA-256(salt || id) as a fraction, with the seed as salt; of generated families index / size, so
-    that the sets are disjoint ranges and the same for every seed. Test takes the lowest u up to its share and so depends
-    on no setting of the gate; certify and probe follow, each with its share or what it needs, at most a quarter of the
-    prompts; the rest trains.
+    [0, 1): of finite sets SHA-256(salt || id) as a fraction, with the seed as salt; of generated families its rank among the
+    distinct ones by index, so that the sets are disjoint ranges and the same for every seed. Test takes the lowest u up to
+    its share and so depends on no setting of the gate; certify and probe follow, each with its share or what it needs, at
+    most a quarter of the prompts; the rest trains.
 
     Raises:
         ConfigError: a set is smaller than its need; states count, need and remedy.
@@ -60,6 +60,9 @@ def split(
         place.setdefault(_content(task), (u, index))
     order = sorted(place.values())
     n = len(order)
+    if env.is_generated:
+        # Places among the distinct tasks: a small family repeats itself, and all that is new in it lies at its beginning.
+        order = [(rank / n, index) for rank, (_, index) in enumerate(order)]
 
     # Cuts by rank beyond the share's own, so that a set that needs k prompts gets exactly k where its share gives fewer.
     quarter = n // 4
