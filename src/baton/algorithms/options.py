@@ -127,8 +127,8 @@ class SatOptions(_Options):
                 near = sorted({self.episodes // size * size or size, -(-self.episodes // size) * size})
                 group = "auto: 4 or 8" if self.group == "auto" else self.group
                 raise ValueError(
-                    f"episodes = {self.episodes} is no multiple of {size}, and episodes = prompts x group (group = {group}); "
-                    f"nearest: {' or '.join(map(str, near))}"
+                    f"episodes = {self.episodes} is no multiple of {size}, and episodes = prompts x group "
+                    f"(group = {group}); nearest: {' or '.join(map(str, near))}"
                 )
         return self
 
