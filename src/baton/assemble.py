@@ -6,10 +6,12 @@ and tasks only; `Crew` loads models.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -209,7 +211,9 @@ def prepare(config: Config, *, root: Path) -> Plan:
         if config.engine.name == "table":
             bases[agent.name], codecs[agent.name], parameters[agent.name] = Path(), table_codec(agent), 0
             continue
-        folder = models.resolve(agent.model, seed=config.seed * 1000 + i)
+        # Seats that share a start share the random weights under it; elsewhere every seat has its own.
+        is_shared = agent.warm_start is not None and agent.warm_start.seats == "all"
+        folder = models.resolve(agent.model, seed=config.seed * 1000 + (0 if is_shared else i))
         bases[agent.name] = folder
         codecs[agent.name] = ChatCodec(folder)
         parameters[agent.name] = models.describe(folder).parameters
@@ -318,25 +322,27 @@ def dialogues(plan: Plan, index: int) -> list[Dialogue]:
             render_messages(messages, id=f"{path.name}:{n}", system=seat.system, codec=seat.codec)
             for n, messages in enumerate(load_dialogues(path), start=1)
         ]
-    whose = range(len(plan.seats)) if options.seats == "all" else (index,)
-    order = permutation(key(plan.config.seed, "warm start", options.seats, index), len(plan.splits.train))
+    is_shared = options.seats == "all"
+    whose = range(len(plan.seats)) if is_shared else (index,)
+    at = (plan.config.seed, "warm start", options.seats, *(() if is_shared else (index,)))
+    order = permutation(key(*at), len(plan.splits.train))
     out: list[Dialogue] = []
     for n, i in enumerate(order[: options.demonstrations]):
-        at = list(whose)[n % len(list(whose))]
+        own = whose[n % len(whose)]
         task = plan.splits.train[i]
-        demo = plan.env.demonstration(task, at)
+        demo = plan.env.demonstration(task, own)
         if demo is None:
             raise ConfigError(
-                f"agents.{agent.name}.warm_start: env '{plan.env.name}' has no demonstrations for seat {at}; "
+                f"agents.{agent.name}.warm_start: env '{plan.env.name}' has no demonstrations for seat {own}; "
                 "give warm_start.source a JSONL of dialogues"
             )
         out.append(
             render(
                 demo,
-                id=f"{task.id}:{at}",
+                id=f"{task.id}:{own}",
                 protocol=plan.protocol,
                 agents=[s.agent for s in plan.seats],
-                system=plan.seats[at].system,
+                system=plan.seats[own].system,
                 codec=seat.codec,
                 max_new_tokens=seat.max_new_tokens,
             )
@@ -427,7 +433,19 @@ def set_threads(config: Config, parameters: Mapping[AgentId, int]) -> int:
     else:
         threads = config.engine.threads
     torch.set_num_threads(threads)
+    if max(parameters.values(), default=0) < 5_000_000:
+        _keep_memory()
     return threads
+
+
+def _keep_memory() -> None:
+    """Tell glibc to keep freed memory: a tiny model's steps are so short that giving pages back and taking them again
+    costs a fifth of them. Elsewhere (other libc's, other systems) nothing happens."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        trim, top_pad, mmap = -1, -2, -3  # M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD of malloc.h
+        for option, size in ((mmap, 1 << 25), (trim, 1 << 30), (top_pad, 1 << 26)):
+            mallopt(option, size)
 
 
 def check_models(plan: Plan) -> None:

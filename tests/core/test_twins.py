@@ -554,6 +554,16 @@ def test_informative_groups_agree_with_their_twin(case: tuple[list[float], list[
     assert fast == slow_advantages.informative_groups(rewards, groups)
 
 
+@given(
+    rewards=st.lists(st.sampled_from([0.0, 0.25, 1.0]), min_size=1, max_size=12),
+    prompts=st.lists(st.sampled_from("abcd"), min_size=12, max_size=12),
+)
+def test_decided_prompts_agree_with_their_twin(rewards: list[float], prompts: list[str]) -> None:
+    groups = prompts[: len(rewards)]
+    fast = advantages.decided_prompts(torch.tensor(rewards, dtype=torch.float64), groups)
+    assert fast == slow_advantages.decided_prompts(rewards, groups)
+
+
 @given(p=st.floats(0.0, 1.0), size=st.integers(1, 8))
 def test_the_informative_share_agrees_with_enumeration(p: float, size: int) -> None:
     assert close(advantages.informative_share(p, size), slow_advantages.informative_share(p, size))

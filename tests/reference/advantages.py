@@ -64,3 +64,14 @@ def informative_share(accuracy: float, size: int) -> float:
 def informative_groups(rewards: Sequence[float], groups: Sequence[str]) -> int:
     """Groups in which two rewards differ."""
     return sum(any(rewards[i] != rewards[j] for i in index for j in index) for index in _members(groups).values())
+
+
+def decided_prompts(rewards: Sequence[float], groups: Sequence[str]) -> int:
+    """The smaller of: prompts whose mean reward lies above the batch's mean, prompts whose mean lies below."""
+    mean = math.fsum(rewards) / len(rewards)
+    above = below = 0
+    for index in _members(groups).values():
+        own = math.fsum(rewards[i] for i in index) / len(index)
+        above += own > mean
+        below += own < mean
+    return min(above, below)

@@ -112,7 +112,11 @@ class SatOptions(_Options):
     inner_steps: int = Field(
         default=2, ge=1, description="optimiser steps per update, each on a disjoint part of the episodes"
     )
-    min_informative: int = Field(default=4, ge=1, description="groups with unequal rewards that an update needs")
+    min_informative: int = Field(
+        default=4,
+        ge=1,
+        description="groups with unequal rewards that an update needs (batch_mean: prompts on either side of the mean)",
+    )
     objective: ObjectiveOptions = Field(default=ObjectiveOptions(), description="the loss")
     penalty: PenaltyOptions = Field(default=PenaltyOptions(), description="the KL term")
     line_search: LineSearchOptions = Field(default=LineSearchOptions(), description="what happens outside the region")
@@ -121,8 +125,10 @@ class SatOptions(_Options):
     def _episodes_in_groups(self) -> SatOptions:
         # auto may settle on 4 or on 8: a multiple of 8 serves both.
         for size in (8,) if self.group == "auto" else (self.group,):
-            if size < 2:
-                raise ValueError(f"group = {size}: baselines of this algorithm compare siblings; use 2 or more")
+            if size < 2 and (size < 1 or self.objective.resolved[2] != "batch_mean"):
+                raise ValueError(
+                    f"group = {size}: this baseline compares siblings; use 2 or more, or objective.baseline = 'batch_mean'"
+                )
             if self.episodes % size:
                 near = sorted({self.episodes // size * size or size, -(-self.episodes // size) * size})
                 group = "auto: 4 or 8" if self.group == "auto" else self.group

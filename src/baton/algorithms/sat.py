@@ -268,11 +268,13 @@ async def collect(
     episodes: list[Episode] = []
     seen: set[str] = set()
     informative = 0
+    is_batch = world.options.objective.resolved[2] == "batch_mean"
+    count = adv.decided_prompts if is_batch else adv.informative_groups
     for _ in range(3):
-        count = min(prompts, len(world.train) - len(seen))
-        if count == 0:
+        wanted = min(prompts, len(world.train) - len(seen))
+        if wanted == 0:
             break
-        tasks, cursor = draw_prompts(world.train, cursor, count, at=(world.seed, PROMPTS, who), skip=frozenset(seen))
+        tasks, cursor = draw_prompts(world.train, cursor, wanted, at=(world.seed, PROMPTS, who), skip=frozenset(seen))
         seen.update(task.id for task in tasks)
         plays = [Play(task=task, sibling=g) for task in tasks for g in range(world.group)]
         total = len(plays) * len(world.table.seats) * world.table.protocol.own_turns
@@ -288,7 +290,7 @@ async def collect(
             reasons = Counter(e.outcome.reason for e in episodes if isinstance(e.outcome, Failed))
             reason, n = reasons.most_common(1)[0]
             raise TaskFault(f"all {len(episodes)} episodes of stage {stage} failed; {n} times: {reason}")
-        informative = adv.informative_groups(_rewards(scored), [e.group for e in scored])
+        informative = count(_rewards(scored), [e.group for e in scored])
         if informative >= world.options.min_informative:
             break
     return Collected(

@@ -130,6 +130,21 @@ def informative_groups(rewards: Float[Tensor, " E"], groups: Sequence[str]) -> i
     return sum(not _constant(rewards[index]) for index in _members(rewards, groups, None).values())
 
 
+def decided_prompts(rewards: Float[Tensor, " E"], groups: Sequence[str]) -> int:
+    """How many prompts speak for the batch-mean baseline: the smaller of the numbers of prompts whose mean reward is above
+    the batch's mean and below it (ALGORITHMS 2.2, step 5, for the baseline of 4.8).
+
+    Raises:
+        NonFiniteError, DataError, MissingError: as for `group`.
+    """
+    members = _members(rewards, groups, None)
+    if _constant(rewards):
+        return 0
+    mean = rewards.double().mean()
+    means = torch.stack([rewards[index].double().mean() for index in members.values()])
+    return int(min((means > mean).sum(), (means < mean).sum()))
+
+
 def _constant(own: Float[Tensor, " G"]) -> bool:
     # Compared, not subtracted from a mean: rounding of the mean divided by eps would look like an advantage.
     return bool((own == own[0]).all())

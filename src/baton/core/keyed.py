@@ -8,6 +8,7 @@ made in any order, on any machine, and again after a crash.
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Sequence
 from typing import NewType
 
@@ -23,6 +24,9 @@ _M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _W0, _W1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
 _LOW = np.uint64(0xFFFFFFFF)
 _SHIFT = np.uint64(32)
+_WORDS = struct.Struct("<5I")
+_FEW = 4
+"""Draws up to which a call of `uniforms` goes without arrays."""
 
 
 def key(*address: str | int) -> Key:
@@ -48,6 +52,8 @@ def philox4x32(counter: npt.NDArray[np.uint64], key_words: npt.NDArray[np.uint64
 
 def uniforms(keys: Sequence[Key], count: int) -> npt.NDArray[np.float64]:
     """Uniforms in [0, 1) with 53 bits, shape [len(keys), count]: entry (k, i) depends on keys[k] and i alone."""
+    if len(keys) * count <= _FEW:
+        return np.array([[uniform(at, i) for i in range(count)] for at in keys]).reshape(len(keys), count)
     words = np.frombuffer(b"".join(keys), dtype="<u4").reshape(len(keys), 5).astype(np.uint64)
     counter = np.empty((len(keys), count, 4), dtype=np.uint64)
     counter[..., 0] = np.arange(count, dtype=np.uint64)
@@ -57,6 +63,17 @@ def uniforms(keys: Sequence[Key], count: int) -> npt.NDArray[np.float64]:
     return (high.astype(np.float64) * 67108864.0 + low.astype(np.float64)) / 9007199254740992.0
 
 
+def uniform(at: Key, index: int = 0) -> float:
+    """Draw `index` under one key, the number that `uniforms` has there. A few draws are five times cheaper without arrays."""
+    w0, w1, w2, k0, k1 = _WORDS.unpack(at)
+    c0, c1, c2, c3 = index, w0, w1, w2
+    for _ in range(10):
+        p0, p1 = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ k0, p1 & 0xFFFFFFFF, (p0 >> 32) ^ c3 ^ k1, p0 & 0xFFFFFFFF
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return ((c0 >> 5) * 67108864.0 + (c1 >> 6)) / 9007199254740992.0
+
+
 def permutation(at: Key, size: int) -> list[int]:
     """A uniform permutation of range(size) (ties of two 53-bit uniforms: the lower index first)."""
     return np.argsort(uniforms([at], size)[0], kind="stable").tolist()
@@ -64,4 +81,4 @@ def permutation(at: Key, size: int) -> list[int]:
 
 def choice(at: Key, size: int, *, index: int = 0) -> int:
     """A uniform draw from range(size), the `index`-th under this key."""
-    return int(uniforms([at], index + 1)[0, index] * size)
+    return int(uniform(at, index) * size)

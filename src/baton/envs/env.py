@@ -23,7 +23,7 @@ class Grade:
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """One right reply of one seat, for a supervised warm start. The protocol renders it.
+    """One reply of one seat to imitate, for a supervised warm start. The protocol renders it.
 
     `view` is what the seat sees of the task; `heard` are earlier messages as (seat index as text, message), in order.
     """
@@ -92,7 +92,7 @@ class Env(Protocol):
         ...
 
     def demonstration(self, task: Task, seat: int) -> Demonstration | None:
-        """A right reply of this seat; None where the environment knows none."""
+        """A reply of this seat to imitate; None where the environment knows none."""
         ...
 
     def ablate(self, task: Task, seat: int, key: Key) -> str | None:

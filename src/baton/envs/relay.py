@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from baton.core.keyed import Key, choice, key, uniforms
+from baton.core.keyed import Key, choice, key, uniform, uniforms
 from baton.envs.env import Demonstration, Grade
 from baton.errors import ConfigError, MissingError
 from baton.types import Task
@@ -53,6 +53,13 @@ class RelayOptions(BaseModel):
         description="Alphabet size m, 2 to 62 (names: 2 to 16). Default 8, or 4 with form = 'names'.",
     )
     prompts: int = Field(default=20_000, ge=1, description="Number of tasks that the run draws its four prompt sets from.")
+    demonstration_accuracy: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Probability that a demonstration is right; otherwise it names another symbol, uniformly. Below 1, "
+        "imitation alone cannot do better than this per seat.",
+    )
     layout: Literal["keys", "row", "pairs"] = Field(
         default="keys",
         description="Table text of form = 'symbols': 'keys' AcBa.. (a becomes c, b becomes a; up to 26 symbols), "
@@ -151,21 +158,21 @@ class RelayEnv:
         return said if len(said) == 1 and said in self._alphabet else None
 
     def demonstration(self, task: Task, seat: int) -> Demonstration:
-        """The right reply of a seat, which hears, if it is not the first, a uniform symbol in place of the chain's own:
-
-        a warm start then teaches each hop by itself, and no seat the composition.
+        """A seat's reply, right with probability `demonstration_accuracy`. A seat that is not the first hears a uniform
+        symbol in place of the chain's own: a warm start then teaches each hop by itself, and no seat the composition.
         """
         if not 0 <= seat < self._n:
             raise MissingError(f"the relay has seats 0..{self._n - 1}, not {seat}")
         hidden = json.loads(task.payload)
         words: list[str] = hidden["words"]
         table: list[int] = hidden["tables"][seat]
-        if seat == 0:
-            return Demonstration(seat=0, view=task.view(0), heard=(), reply=words[table[hidden["start"]]])
-        heard = choice(key("relay", "demonstration", task.id, seat), self._m)
-        return Demonstration(
-            seat=seat, view=task.view(seat), heard=((str(seat - 1), words[heard]),), reply=words[table[heard]]
-        )
+        draws = key("relay", "demonstration", task.id, seat)
+        at = hidden["start"] if seat == 0 else choice(draws, self._m)
+        said = table[at]
+        if uniform(draws, 1) >= self._options.demonstration_accuracy:
+            said = (said + 1 + choice(draws, self._m - 1, index=2)) % self._m
+        heard = () if seat == 0 else ((str(seat - 1), words[at]),)
+        return Demonstration(seat=seat, view=task.view(seat), heard=heard, reply=words[said])
 
     def ablate(self, task: Task, seat: int, key: Key) -> str:
         """A uniform symbol of this task: with it in any one seat the team is right with probability exactly 1/m."""
