@@ -11,7 +11,7 @@ INSTALLED := $(VENV)/.install_seconds
 SMOLLM2 := $(VENV)/.smollm2
 CLAIM := $(if $(SEED),--seed $(SEED)) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(QUICK),--quick)
 
-.PHONY: install quickstart test lint drills replay-gap clean
+.PHONY: install quickstart smollm2 test lint drills replay-gap clean
 .DEFAULT_GOAL := test
 
 install: $(INSTALLED) $(SMOLLM2)
@@ -30,6 +30,9 @@ $(SMOLLM2): $(INSTALLED)
 
 quickstart: $(INSTALLED)
 	$(BIN)/python benchmarks/claims/quickstart.py $(CLAIM)
+
+smollm2: $(INSTALLED) $(SMOLLM2)
+	$(BIN)/python benchmarks/claims/smollm2.py $(CLAIM)
 
 test: lint
 	$(BIN)/pytest

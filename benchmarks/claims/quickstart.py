@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,22 +28,32 @@ CONFIG = ROOT / "configs" / "quickstart.toml"
 BAR = 0.95
 
 
-def one_seed(seed: int, folder: Path, *, is_quick: bool) -> dict[str, Any]:
-    """Train and evaluate one seed; minutes are of the wall clock, warm starts included."""
-    overrides = [f"seed={seed}"] + (["algorithm.stages=4", "eval.episodes=500"] if is_quick else [])
-    config = baton.load_config(CONFIG, overrides)
+def one_seed(config_file: Path, seed: int, run_folder: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """Train and evaluate one seed. Minutes are of the wall clock: of training with its warm starts, and of RL alone."""
+    overrides = [f"seed={seed}", *overrides]
+    config = baton.load_config(config_file, overrides)
     began = time.monotonic()
     with Console(sys.stdout, stages=config.algorithm.stages, agents=[a.name for a in config.agents]) as console:
-        run: Run = baton.train(CONFIG, run=folder / f"seed-{seed}", overrides=overrides, reporter=console)
+        run: Run = baton.train(config_file, run=run_folder, overrides=overrides, reporter=console)
         minutes = (time.monotonic() - began) / 60
         report = baton.evaluate(run.path, reporter=console)
     print(f"\nseed {seed}: training {minutes:.1f} minutes, {len(run.updates)} updates, {report['prompts']} test prompts")
     for name, value in report["facts"].items():
-        print(f"  {name:40} {value:.3f}   (proven)")
+        print(f"  {name:46} {value:.3f}   (proven)")
     for row in report["rows"]:
         measured = "" if row["value"] is None else f"{row['value']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
-        print(f"  {row['name']:40} {measured} {row['note']}")
-    return {"seed": seed, "training_minutes": minutes, "updates": len(run.updates), "rows": report["rows"]}
+        if row["difference"]:
+            mean, low, high = row["difference"]
+            measured += f"  team minus this {mean:+.3f} [{low:+.3f}, {high:+.3f}]"
+        print(f"  {row['name']:46} {measured} {row['note']}")
+    return {
+        "seed": seed,
+        "training_minutes": minutes,
+        "rl_minutes": sum(update["seconds"]["total"] for update in run.updates) / 60,
+        "verdicts": dict(Counter(update["verdict"]["kind"] for update in run.updates)),
+        "prompts": report["prompts"],
+        "rows": report["rows"],
+    }
 
 
 def install_minutes() -> float | None:
@@ -49,15 +62,24 @@ def install_minutes() -> float | None:
     return int(note.read_text()) / 60 if note.is_file() else None
 
 
+def where() -> dict[str, Any]:
+    """Machine and versions of a figure."""
+    return {
+        "machine": {"cpu": platform.machine(), "cores": os.cpu_count()},
+        "versions": {name: version(name) for name in ("baton-rl", "torch", "transformers")},
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="first seed")
     parser.add_argument("--seeds", type=int, default=1, help="how many seeds, counted up from --seed")
     parser.add_argument("--quick", action="store_true", help="4 stages: shows that it runs, not what it reaches")
     args = parser.parse_args()
+    quick = ["algorithm.stages=4", "eval.episodes=500"] if args.quick else []
     with tempfile.TemporaryDirectory(prefix="baton-quickstart-") as name:
         seeds = range(args.seed, args.seed + args.seeds)
-        results = [one_seed(seed, Path(name), is_quick=args.quick) for seed in seeds]
+        results = [one_seed(CONFIG, seed, Path(name) / f"seed-{seed}", quick) for seed in seeds]
     reached = sum(result["rows"][0]["value"] >= BAR for result in results)
     needed = args.seeds if args.seeds < 5 else args.seeds * 4 // 5
     line = {
@@ -65,8 +87,7 @@ def main() -> int:
         "quick": args.quick,
         "figures": {"seeds": results, "install_minutes": install_minutes()},
         "bars": {"seeds at .95 or better": {"value": reached, "bar": needed, "holds": reached >= needed}},
-        "machine": {"machine": platform.machine(), "processor": platform.processor()},
-        "versions": {name: version(name) for name in ("baton-rl", "torch", "transformers")},
+        **where(),
     }
     print(json.dumps(line))
     return 0 if reached >= needed else 1

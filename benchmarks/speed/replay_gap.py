@@ -143,6 +143,8 @@ def main() -> int:
         for dtype in (torch.float32, torch.bfloat16):
             for batch_size in sizes:
                 rows, tokens = (8, 4) if options.quick and large else (64, 8) if options.quick else (64, 16)
+                if large and not options.quick:
+                    rows = max(batch_size, 16)  # one message at a time costs a 135M model seconds
                 figure = measure(
                     folder,
                     dtype=dtype,

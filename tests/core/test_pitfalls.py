@@ -305,6 +305,12 @@ def test_a_flat_group_is_exactly_zero_although_its_mean_rounds() -> None:
     assert advantages.informative_groups(rewards, ["flat"] * 3 + ["mixed"] * 2) == 1
 
 
+@pytest.mark.parametrize(("right", "decided"), [(0, 0), (1, 1), (2, 2), (16, 16), (30, 2), (31, 1), (32, 0)])
+def test_single_episodes_decide_by_the_rarer_side_of_the_batch_mean(right: int, decided: int) -> None:
+    rewards = torch.tensor([1.0] * right + [0.0] * (32 - right), dtype=torch.float64)
+    assert advantages.decided_prompts(rewards, [f"q{i}" for i in range(32)]) == decided
+
+
 def test_the_advantage_clip_bounds_an_outlier() -> None:
     rewards = torch.tensor([1.0] + [0.0] * 99)
     assert advantages.group(rewards, ["q"] * 100).values.max().item() == 5.0

@@ -97,6 +97,15 @@ def test_every_objective_learns(objective: str) -> None:
     assert stage.accuracy() > 0.85
 
 
+def test_single_episodes_learn_against_the_batch_mean() -> None:
+    """No siblings: every episode is a prompt of its own, and the batch is the baseline."""
+    stage = worlds.world(
+        worlds.parity("algorithm.objective.baseline=batch_mean", "algorithm.group=1", "algorithm.stages=10", agents="a")
+    )
+    stage.train()
+    assert stage.accuracy() > 0.85
+
+
 # ---- a rejection leaves nothing behind -------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from baton.core.keyed import key
 from baton.envs import RelayOptions, build
-from baton.envs.relay import NAMES, RelayEnv, cap_rotated, cap_single, cap_wrong_order
+from baton.envs.relay import LETTERS, NAMES, RelayEnv, cap_rotated, cap_single, cap_wrong_order
 from baton.errors import ConfigError, MissingError
 
 
@@ -158,6 +158,22 @@ def test_demonstrations_are_right_and_what_later_seats_hear_is_unrelated_to_the_
             is_on_chain += seat > 0 and heard == at
             at = table[at]
     assert abs(is_on_chain - 200) < 3.5 * math.sqrt(800 * 0.25 * 0.75)
+
+
+def test_demonstrators_err_as_often_as_asked_and_uniformly_over_the_other_symbols() -> None:
+    """Per seat: right with probability q, each of the 7 other symbols with (1 - q) / 7; within 4 standard errors."""
+    n, right_share = 6_000, 0.6
+    clean, erring = relay(prompts=n), relay(prompts=n, demonstration_accuracy=right_share)
+    for seat in range(3):
+        offsets = [0] * 8
+        for index in range(n):
+            right = clean.demonstration(clean.task(index), seat)
+            said = erring.demonstration(erring.task(index), seat)
+            assert (said.view, said.heard) == (right.view, right.heard)
+            offsets[(LETTERS.index(said.reply) - LETTERS.index(right.reply)) % 8] += 1
+        for offset, count in enumerate(offsets):
+            p = right_share if offset == 0 else (1 - right_share) / 7
+            assert abs(count / n - p) < 4 * math.sqrt(p * (1 - p) / n)
 
 
 def test_names_are_written_as_sentences_with_a_question() -> None:

@@ -412,11 +412,12 @@ async def propose(
     probe: Sequence[Episode],
     draft: _Draft,
     *,
+    origin: Snapshot,
     stage: int,
     version: int,
 ) -> AgentState:
     """Steps 5 to 14 for one agent: step, look, shrink, publish with proof. Fills `draft`; returns the state with the
-    replay sums. The learner is left at the accepted candidate, or wherever it failed (the caller restores)."""
+    replay sums. The learner is left at the accepted candidate, or wherever it failed (the caller restores `origin`)."""
     state, learner, options = position.agents[trainee.agent], trainee.learner, world.options
     if collected.informative < options.min_informative:  # 5
         draft.verdict = Rejected(
@@ -441,7 +442,6 @@ async def propose(
     messages = batching.token_batch(rows, temperature=temperature)
     draft.states = states = probe_states(messages, world.gate, at=(world.seed, stage, trainee.agent, PROBE))
     current = learner.remember(states.batch)
-    origin = learner.snapshot()  # 8
     objective = losses.Objective(weight=options.objective.weight_of(), penalty=state.beta)
     looks = 1 + options.line_search.halvings
     try:
@@ -526,15 +526,15 @@ async def update(
     else:
         collected, probe = given
     draft = _Draft(seconds={"rollout": world.clock() - began})
-    snapshot = trainee.learner.snapshot()
-    state = await propose(world, position, trainee, collected, probe, draft, stage=stage, version=version)
+    origin = trainee.learner.snapshot()  # 8
+    state = await propose(world, position, trainee, collected, probe, draft, origin=origin, stage=stage, version=version)
     verdict, looks = draft.verdict, tuple(record for record, _ in draft.looks)
     if verdict is None:
         raise MissingError(f"the update of '{agent}' in stage {stage} ended without a verdict")
     if isinstance(verdict, Accepted):
         state = replace(state, cursor=collected.cursor if given is None else state.cursor)
     else:
-        trainee.learner.restore(snapshot)  # 18
+        trainee.learner.restore(origin)  # 18
     after = adapt(state, trainee, verdict, looks, world.options)
     team = position.team.promote(agent, verdict, version) if isinstance(verdict, Accepted) else position.team
     report = UpdateReport(

@@ -64,7 +64,7 @@ def uniforms(keys: Sequence[Key], count: int) -> npt.NDArray[np.float64]:
 
 
 def uniform(at: Key, index: int = 0) -> float:
-    """Draw `index` under one key, the number that `uniforms` has there. A few draws are five times cheaper without arrays."""
+    """Draw `index` under one key, the number that `uniforms` has there. A few draws are cheaper without arrays."""
     w0, w1, w2, k0, k1 = _WORDS.unpack(at)
     c0, c1, c2, c3 = index, w0, w1, w2
     for _ in range(10):

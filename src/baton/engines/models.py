@@ -268,8 +268,8 @@ _TINY_CONTEXT = 4096
 
 _ROPE_THETA, _ROPE_THETA_TWO_LAYERS = 100.0, 10.0
 """Rotary frequencies down to one turn in some 350 tokens, and in some 50 for the smallest models, whose prompts are shorter:
-slower turns tell them nothing. At 64k a table of 8 keys is looked up after 120 to 260 batches of 64, with theta 100 after 300
-and more."""
+slower turns tell them nothing. At 64k a table of 8 keys is looked up after 120 to 260 batches of 64, with theta 100 after
+300 and more."""
 
 
 def tiny_shape(spec: str) -> TinyShape:
