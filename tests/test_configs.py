@@ -147,6 +147,7 @@ CHANGED: Mapping[str, object] = {
     "env.form": "names",
     "env.symbols": 5,
     "env.prompts": 9000,
+    "env.demonstration_accuracy": 0.5,
     "env.layout": "pairs",
     "protocol.sees": "all",
     "protocol.rounds": 2,

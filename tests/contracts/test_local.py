@@ -184,7 +184,7 @@ def test_bf16_serving_agrees_within_its_bound_and_is_not_fp32(folder: Path):
 
 def test_scoring_a_submit_gives_its_log_probabilities_back_bit_for_bit(folder: Path):
     sampler = sampler_of(folder, batch_size=5)
-    prompts = prompts_of(sampler, 6) * 2
+    prompts = prompts_of(sampler, 6) * 8
     requests = requests_of(prompts, tokens=7)
     said = drawn(sampler, requests)
     assert len({len(one.ids) for one in said}) > 1, "rows of different lengths leave the batch at different steps"

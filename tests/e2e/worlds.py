@@ -68,7 +68,7 @@ def relay(*overrides: str) -> Config:
     ]
     return config.parse(
         {
-            "seed": 11,
+            "seed": 20,
             "env": {"name": "relay", "symbols": 4, "prompts": 200},
             "protocol": {"name": "chain", "sees": "previous"},
             "agents": agents,

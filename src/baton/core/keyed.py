@@ -8,7 +8,6 @@ made in any order, on any machine, and again after a crash.
 from __future__ import annotations
 
 import hashlib
-import struct
 from collections.abc import Sequence
 from typing import NewType
 
@@ -24,7 +23,6 @@ _M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _W0, _W1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
 _LOW = np.uint64(0xFFFFFFFF)
 _SHIFT = np.uint64(32)
-_WORDS = struct.Struct("<5I")
 _FEW = 4
 """Draws up to which a call of `uniforms` goes without arrays."""
 
@@ -65,7 +63,7 @@ def uniforms(keys: Sequence[Key], count: int) -> npt.NDArray[np.float64]:
 
 def uniform(at: Key, index: int = 0) -> float:
     """Draw `index` under one key, the number that `uniforms` has there. A few draws are cheaper without arrays."""
-    w0, w1, w2, k0, k1 = _WORDS.unpack(at)
+    w0, w1, w2, k0, k1 = (int.from_bytes(at[i : i + 4], "little") for i in range(0, 20, 4))
     c0, c1, c2, c3 = index, w0, w1, w2
     for _ in range(10):
         p0, p1 = 0xD2511F53 * c0, 0xCD9E8D57 * c2
