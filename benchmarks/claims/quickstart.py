@@ -70,13 +70,22 @@ def where() -> dict[str, Any]:
     }
 
 
+def at_least_one(text: str) -> int:
+    """A number of seeds."""
+    count = int(text)
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"{count}: a claim needs at least one seed")
+    return count
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="first seed")
-    parser.add_argument("--seeds", type=int, default=1, help="how many seeds, counted up from --seed")
+    parser.add_argument("--seeds", type=at_least_one, default=1, help="how many seeds, counted up from --seed")
     parser.add_argument("--quick", action="store_true", help="4 stages: shows that it runs, not what it reaches")
     args = parser.parse_args()
-    quick = ["algorithm.stages=4", "eval.episodes=500"] if args.quick else []
+    short = ["algorithm.stages=4", "eval.episodes=200", *(f"agents.{i}.warm_start.steps=60" for i in range(3))]
+    quick = short if args.quick else []
     with tempfile.TemporaryDirectory(prefix="baton-quickstart-") as name:
         seeds = range(args.seed, args.seed + args.seeds)
         results = [one_seed(CONFIG, seed, Path(name) / f"seed-{seed}", quick) for seed in seeds]

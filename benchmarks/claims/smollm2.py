@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from quickstart import ROOT, one_seed, where
+from quickstart import ROOT, at_least_one, one_seed, where
 
 RELAY, GYM = ROOT / "configs" / "smollm2.toml", ROOT / "configs" / "smollm2_gym.toml"
 SINGLE_CALL = 0.25
@@ -39,7 +39,7 @@ def row(result: dict[str, Any], name: str) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="first seed")
-    parser.add_argument("--seeds", type=int, default=3, help="how many seeds of the relay, counted up from --seed")
+    parser.add_argument("--seeds", type=at_least_one, default=3, help="how many seeds of the relay, counted up from --seed")
     parser.add_argument("--quick", action="store_true", help="one tiny stage of one seed: shows that it runs")
     args = parser.parse_args()
     overrides = QUICK if args.quick else []

@@ -328,11 +328,13 @@ def write_divergences(path: Path, evidence: Evidence) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Generator[None]:
-    """Hold the run directory: a second process is refused instead of writing beside the first.
+    """Hold the run directory: a second process is refused instead of writing beside the first. A directory that this call
+    made and in which nothing was written is gone again afterwards: a refused config leaves no trace.
 
     Raises:
         RunError: another process holds it, or the directory cannot be written.
     """
+    is_new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         handle = (folder / ".lock").open("a")
@@ -343,4 +345,9 @@ def locked(folder: Path) -> Generator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise RunError(f"run {folder} is in use by another process; wait for it or choose another --run") from error
-        yield
+        try:
+            yield
+        finally:
+            if is_new and [path.name for path in folder.iterdir()] == [".lock"]:
+                (folder / ".lock").unlink()
+                folder.rmdir()

@@ -21,7 +21,7 @@ from safetensors import safe_open
 
 from baton import assemble, cli, records, run
 from baton.config import Config
-from baton.errors import RunError
+from baton.errors import ConfigError, RunError
 
 
 @pytest.fixture(scope="module")
@@ -334,6 +334,15 @@ def test_a_dead_process_holds_nothing(tmp_path: Path) -> None:
     process.join()
     with records.locked(tmp_path):
         pass
+
+
+def test_a_refused_config_leaves_no_folder_and_touches_none_that_was_there(tmp_path: Path) -> None:
+    refused = worlds.parity("gate.probe_prompts=4000")
+    (tmp_path / "mine").mkdir()
+    for name in ("new", "mine"):
+        with pytest.raises(ConfigError, match="prompts"):
+            run.train(refused, run=tmp_path / name)
+    assert not (tmp_path / "new").exists() and (tmp_path / "mine").is_dir()
 
 
 # ---- damaged and foreign files ---------------------------------------------------------------------------------
