@@ -125,7 +125,9 @@ class SatOptions(_Options):
     def _episodes_in_groups(self) -> SatOptions:
         # auto may settle on 4 or on 8: a multiple of 8 serves both.
         for size in (8,) if self.group == "auto" else (self.group,):
-            if size < 2 and (size < 1 or self.objective.resolved[2] != "batch_mean"):
+            if size < 1:
+                raise ValueError(f"group = {size}: a prompt needs at least one episode")
+            if size < 2 and self.objective.resolved[2] != "batch_mean":
                 raise ValueError(
                     f"group = {size}: this baseline compares siblings; use 2 or more, or objective.baseline = 'batch_mean'"
                 )
