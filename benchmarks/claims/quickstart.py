@@ -28,7 +28,9 @@ CONFIG = ROOT / "configs" / "quickstart.toml"
 BAR = 0.95
 
 
-def one_seed(config_file: Path, seed: int, run_folder: Path, overrides: Sequence[str]) -> dict[str, Any]:
+def one_seed(
+    config_file: Path, seed: int, run_folder: Path, overrides: Sequence[str], *, baselines: bool = True
+) -> dict[str, Any]:
     """Train and evaluate one seed. Minutes are of the wall clock: of training with its warm starts, and of RL alone."""
     overrides = [f"seed={seed}", *overrides]
     config = baton.load_config(config_file, overrides)
@@ -36,7 +38,7 @@ def one_seed(config_file: Path, seed: int, run_folder: Path, overrides: Sequence
     with Console(sys.stdout, stages=config.algorithm.stages, agents=[a.name for a in config.agents]) as console:
         run: Run = baton.train(config_file, run=run_folder, overrides=overrides, reporter=console)
         minutes = (time.monotonic() - began) / 60
-        report = baton.evaluate(run.path, reporter=console)
+        report = baton.evaluate(run.path, baselines=baselines, reporter=console)
     print(f"\nseed {seed}: training {minutes:.1f} minutes, {len(run.updates)} updates, {report['prompts']} test prompts")
     for name, value in report["facts"].items():
         print(f"  {name:46} {value:.3f}   (proven)")

@@ -4,7 +4,7 @@
 
 Trains configs/smollm2.toml, once a seed, and measures each team on held-out prompts beside its own start (paired), the
 proven caps, each seat replaced by chance, and the baselines; then configs/smollm2_gym.toml, the same team on a family of
-reasoning-gym, once. The last line is JSON; the exit code is 0 only if all bars hold. `--quick` shows that it all runs.
+reasoning-gym, once. The last line is JSON; the exit code is 0 only if all bars hold. `--quick` shows that the relay runs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main() -> int:
     results: list[dict[str, Any]] = []
     for seed in seeds:
         with tempfile.TemporaryDirectory(prefix="baton-smollm2-") as name:
-            results.append(one_seed(RELAY, seed, Path(name) / "run", overrides))
+            results.append(one_seed(RELAY, seed, Path(name) / "run", overrides, baselines=not args.quick))
     gym: list[dict[str, Any]] = []
     if not args.quick:
         with tempfile.TemporaryDirectory(prefix="baton-smollm2-") as name:

@@ -348,6 +348,6 @@ def locked(folder: Path) -> Generator[None]:
         try:
             yield
         finally:
-            if is_new and [path.name for path in folder.iterdir()] == [".lock"]:
+            if is_new and folder.is_dir() and [path.name for path in folder.iterdir()] == [".lock"]:
                 (folder / ".lock").unlink()
                 folder.rmdir()
