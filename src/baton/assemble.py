@@ -26,7 +26,7 @@ from baton.algorithms.warm_start import Dialogue, WarmStartRecord, render, rende
 from baton.config import AgentOptions, Config
 from baton.core.keyed import key, permutation
 from baton.engines import local, models
-from baton.engines.chat import ChatCodec
+from baton.engines.chat import codec_of
 from baton.engines.engine import Codec, Learner, Sampler
 from baton.engines.table import TableCodec, TableLearner, TableSampler, symbols_of
 from baton.envs.env import Env
@@ -215,7 +215,7 @@ def prepare(config: Config, *, root: Path) -> Plan:
         is_shared = agent.warm_start is not None and agent.warm_start.seats == "all"
         folder = models.resolve(agent.model, seed=config.seed * 1000 + (0 if is_shared else i))
         bases[agent.name] = folder
-        codecs[agent.name] = ChatCodec(folder)
+        codecs[agent.name] = codec_of(folder)
         parameters[agent.name] = models.describe(folder).parameters
     seats = tuple(
         Seat(
@@ -459,4 +459,4 @@ def load_base(spec: str, *, seed: int) -> tuple[Path, Codec, int]:
     """(folder, codec, parameters) of one model outside the team."""
     models.check(spec)
     folder = models.resolve(spec, seed=seed)
-    return folder, ChatCodec(folder), models.describe(folder).parameters
+    return folder, codec_of(folder), models.describe(folder).parameters

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from baton import assemble, protocols
-from baton.assemble import Plan
+from baton.assemble import Crew, Plan
 from baton.config import AgentOptions, Config
 from baton.core import scores
 from baton.core.keyed import Key, key, permutation
@@ -72,8 +72,10 @@ def evaluate(
     try:
         team = bench.measure("team", bench.seated(now), now)
         rows = [bench.row(team)]
+        if baselines:
+            rows += _ablations(bench, team, now)
         untrained = bench.measure("untrained team", bench.seated(start), start)
-        rows.append(bench.row(untrained, team))
+        rows.insert(1, bench.row(untrained, team))
         if baselines:
             rows += _baselines(bench, team, now, full_information)
     finally:
@@ -114,11 +116,11 @@ def evaluate_model(
     }
 
 
-def _baselines(bench: _Bench, team: _Result, now: Mapping[AgentId, Path], full_information: str | None) -> list[Row]:
+def _ablations(bench: _Bench, team: _Result, now: Mapping[AgentId, Path]) -> list[Row]:
+    """The team with each seat in turn replaced by an uninformed message; played with the weights that are loaded already."""
     plan = bench.plan
-    names = list(now)
     rows: list[Row] = []
-    for seat, name in enumerate(names):
+    for seat, name in enumerate(now):
         if plan.env.ablate(bench.tasks[0], seat, key("probe")) is None:
             note = "not run: the env knows no uninformed message"
             rows.append(Row(name=f"{name} replaced by chance", value=None, note=note))
@@ -129,6 +131,12 @@ def _baselines(bench: _Bench, team: _Result, now: Mapping[AgentId, Path], full_i
 
         result = bench.measure(f"{name} replaced by chance", bench.seated(now), now, substitute=substitute)
         rows.append(bench.row(result, team))
+    return rows
+
+
+def _baselines(bench: _Bench, team: _Result, now: Mapping[AgentId, Path], full_information: str | None) -> list[Row]:
+    names = list(now)
+    rows: list[Row] = []
     # The same model in all seats: the best of the agents, each with the seats' own roles.
     if len(names) > 1:
         relays = [
@@ -219,6 +227,7 @@ class _Bench:
         self.tasks = [plan.splits.test[i] for i in order[:wanted]]
         self.plan, self.k, self.reporter = plan, k, reporter
         self._pool = assemble.grader_pool(plan)
+        self._loaded: tuple[dict[AgentId, Path], Crew] | None = None
 
     def close(self) -> None:
         if self._pool is not None:
@@ -261,8 +270,7 @@ class _Bench:
     ) -> _Result:
         """k episodes on each test prompt."""
         plan = self.plan
-        config = _only(plan.config, list(folders))
-        crew = assemble.crew(config, folders, learners=[])
+        crew = self._crew(folders)
         table = Table(
             seats=lineup.seats,
             protocol=lineup.protocol,
@@ -280,8 +288,6 @@ class _Bench:
             self.reporter.progress(name, min(done[0], total), total)
 
         async def run() -> list[Episode]:
-            for agent, folder in folders.items():
-                await crew.sampler.publish(agent, "promoted", crew.load(folder), 0)
             return await table.play(
                 plays,
                 address=(plan.config.seed, "evaluate"),
@@ -312,6 +318,20 @@ class _Bench:
             episodes=tuple(episodes),
             pass_at_k=sum(passes) / len(passes) if self.k > 1 else None,
         )
+
+    def _crew(self, folders: Mapping[AgentId, Path]) -> Crew:
+        """These agents, loaded; those of the measurement before are kept where they are the same."""
+        if self._loaded is None or self._loaded[0] != folders:
+            self._loaded = None  # two teams need twice the memory
+            loaded = assemble.crew(_only(self.plan.config, list(folders)), folders, learners=[])
+
+            async def publish() -> None:
+                for agent, folder in folders.items():
+                    await loaded.sampler.publish(agent, "promoted", loaded.load(folder), 0)
+
+            complete(publish())
+            self._loaded = (dict(folders), loaded)
+        return self._loaded[1]
 
     def row(self, result: _Result, team: _Result | None = None) -> Row:
         """A result as a line, paired with the team's where it is given."""

@@ -6,12 +6,14 @@ template's and may hold control tokens; what goes in their place is text and can
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, cast
+from weakref import WeakValueDictionary
 
 from tokenizers import Tokenizer
 
@@ -211,6 +213,21 @@ class ChatCodec:
                 return False
             history = longer
         return True
+
+
+_shared: WeakValueDictionary[str, ChatCodec] = WeakValueDictionary()
+
+
+def codec_of(folder: Path) -> ChatCodec:
+    """The codec of a model folder. Folders with the same tokenizer, template and configs share one and its caches."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.suffix in (".json", ".jinja", ".txt", ".model"):
+            digest.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    codec = _shared.get(digest.hexdigest())
+    if codec is None:
+        codec = _shared[digest.hexdigest()] = ChatCodec(folder)
+    return codec
 
 
 def _fold_system(messages: Sequence[Message]) -> Sequence[Message]:

@@ -28,7 +28,7 @@ from baton.core.batching import micro_batches
 from baton.core.losses import Objective
 from baton.core.trust_region import quantile_point
 from baton.engines import models
-from baton.engines.chat import ChatCodec
+from baton.engines.chat import ChatCodec, codec_of
 from baton.engines.engine import Anchor, Completion, Request, ScoreRequest
 from baton.errors import DataError, MissingError, ModelError, NonFiniteError, PublishError, UnsupportedError
 from baton.types import (
@@ -334,7 +334,7 @@ class LocalSampler:
         self._cancelled: set[str] = set()
         self._seats: dict[AgentId, _Seat] = {}
         for agent, folder in specs.items():
-            seat = _Seat(folder=folder, codec=ChatCodec(folder))
+            seat = _Seat(folder=folder, codec=codec_of(folder))
             seat.slots["promoted"] = _Held(net=self._load(folder), version=0)
             self._seats[agent] = seat
 
