@@ -27,6 +27,7 @@ from baton.config import AgentOptions, Config
 from baton.core.keyed import key, permutation
 from baton.engines import local, models
 from baton.engines.chat import codec_of
+from baton.engines.endpoint import Endpoint, EndpointOptions
 from baton.engines.engine import Codec, Learner, Sampler
 from baton.engines.table import TableCodec, TableLearner, TableSampler, symbols_of
 from baton.envs.env import Env
@@ -61,6 +62,10 @@ class Crew(Protocol):
 
     def save(self, agent: AgentId, folder: Path, weights: Weights) -> None:
         """Write served weights as a folder that the engine's own loader reads."""
+        ...
+
+    def copy_start(self, agent: AgentId, folder: Path) -> None:
+        """Write what a frozen agent was loaded from as such a folder."""
         ...
 
     def load(self, folder: Path) -> Weights:
@@ -98,6 +103,9 @@ class LocalCrew:
     def save(self, agent: AgentId, folder: Path, weights: Weights) -> None:
         models.save(folder, weights, source=self.folders[agent])
 
+    def copy_start(self, agent: AgentId, folder: Path) -> None:
+        copy_model(self.folders[agent], folder)
+
     def load(self, folder: Path) -> Weights:
         return weights_of(load_file(folder / "model.safetensors"))
 
@@ -117,6 +125,9 @@ class TableCrew:
 
     def save(self, agent: AgentId, folder: Path, weights: Weights) -> None:
         save_file({k: v.contiguous() for k, v in weights.tensors.items()}, folder / "table.safetensors")
+
+    def copy_start(self, agent: AgentId, folder: Path) -> None:
+        save_file({}, folder / "table.safetensors")  # a table without rows is uniform
 
     def load(self, folder: Path) -> Weights:
         return weights_of(load_file(folder / "table.safetensors"))
@@ -169,11 +180,17 @@ class Plan:
     protocol: TeamProtocol
     splits: Splits
     bases: Mapping[AgentId, Path]
-    """Folder of each agent's base model; empty path for tables."""
+    """Folder of each local agent's base model; empty path for tables."""
     codecs: Mapping[AgentId, Codec]
+    """Of each local agent; one behind an endpoint has none."""
     seats: tuple[Seat, ...]
     parameters: Mapping[AgentId, int]
     root: Path
+
+    @property
+    def local(self) -> tuple[AgentId, ...]:
+        """Agents whose weights are here, in the team's order."""
+        return tuple(self.codecs)
 
     def lr(self, agent: AgentOptions) -> float:
         """The agent's configured learning rate, or its size's."""
@@ -192,7 +209,8 @@ def prepare(config: Config, *, root: Path) -> Plan:
         raise ConfigError(f"env '{env.name}' needs {env.seats} agents, the config has {n}; add or remove [[agents]]")
     if config.engine.name == "local":
         for agent in config.agents:
-            models.check(agent.model)
+            if not agent.is_remote:
+                models.check(agent.model)
     protocol = protocols.build(config.protocol, n)
     a = config.algorithm
     smallest_group = 4 if a.group == "auto" else a.group
@@ -207,7 +225,13 @@ def prepare(config: Config, *, root: Path) -> Plan:
     bases: dict[AgentId, Path] = {}
     codecs: dict[AgentId, Codec] = {}
     parameters: dict[AgentId, int] = {}
+    speakers: dict[AgentId, Endpoint] = {}
     for i, agent in enumerate(config.agents):
+        if agent.is_remote:
+            url = agent.model.removeprefix("endpoint:")
+            speakers[agent.name] = Endpoint(agent.name, url, agent.endpoint or EndpointOptions())
+            speakers[agent.name].check()
+            continue
         if config.engine.name == "table":
             bases[agent.name], codecs[agent.name], parameters[agent.name] = Path(), table_codec(agent), 0
             continue
@@ -223,7 +247,8 @@ def prepare(config: Config, *, root: Path) -> Plan:
             system=protocol.default_system(i) if agent.system == "default" else agent.system,
             max_new_tokens=agent.max_new_tokens,
             temperature=agent.temperature,
-            codec=codecs[agent.name],
+            codec=codecs.get(agent.name),
+            speaker=speakers.get(agent.name),
         )
         for i, agent in enumerate(config.agents)
     )
@@ -250,6 +275,8 @@ def check_contexts(seats: Sequence[Seat], protocol: TeamProtocol, splits: Splits
     """
     tasks = [t for group in (splits.train, splits.probe, splits.certify, splits.test) for t in group]
     for index, seat in enumerate(seats):
+        if seat.codec is None:
+            continue
         # Longer in bytes is nearly always longer in tokens; the rest is caught in play and fails that episode, counted.
         for task in sorted(tasks, key=lambda t: len(t.view(index).encode()), reverse=True)[:64]:
             turns: list[Turn] = []
@@ -316,6 +343,7 @@ def dialogues(plan: Plan, index: int) -> list[Dialogue]:
     options = agent.warm_start
     if options is None:
         return []
+    assert seat.codec is not None
     if options.source != "env":
         path = plan.root / options.source
         return [
@@ -429,7 +457,7 @@ def copy_model(source: Path, folder: Path) -> None:
 def set_threads(config: Config, parameters: Mapping[AgentId, int]) -> int:
     """Set PyTorch's CPU threads for this process and return them: several processes of tiny models want one each."""
     if config.engine.threads == "auto":
-        threads = 1 if max(parameters.values()) < 5_000_000 else (os.cpu_count() or 1)
+        threads = 1 if max(parameters.values(), default=0) < 5_000_000 else (os.cpu_count() or 1)
     else:
         threads = config.engine.threads
     torch.set_num_threads(threads)
@@ -451,7 +479,7 @@ def _keep_memory() -> None:
 def check_models(plan: Plan) -> None:
     """Refuse models that could not be trained here, still before weights are read."""
     for agent in plan.config.agents:
-        if plan.config.engine.name == "local" and plan.parameters[agent.name] == 0:
+        if plan.config.engine.name == "local" and plan.parameters.get(agent.name) == 0:
             raise ModelError(f"model '{agent.model}' of '{agent.name}' has no parameters; check its folder")
 
 

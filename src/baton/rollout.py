@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from baton.core.keyed import Key, choice, key
-from baton.engines.engine import Codec, Completion, Request, Sampler
+from baton.engines.engine import Codec, Completion, Request, Sampler, Speaker, TextRequest
 from baton.errors import BatonError
 from baton.protocols import TeamProtocol
 from baton.types import AgentId, Episode, Failed, Outcome, Scored, Slot, Task, Truncated, Turn
@@ -30,7 +30,9 @@ class Seat:
     system: str
     max_new_tokens: int
     temperature: float
-    codec: Codec
+    codec: Codec | None
+    """None where a `speaker` answers in text only."""
+    speaker: Speaker | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,8 +62,12 @@ class Table:
     grade: Grader
     normalise: Callable[[str], str | None]
 
+    def _key(self, state: _State, index: int, address: tuple[str | int, ...]) -> Key:
+        return key(*address, state.play.task.id, state.play.sibling, len(state.turns), self.seats[index].agent)
+
     def _request(self, state: _State, index: int, address: tuple[str | int, ...], slot: Slot) -> Request | None:
         seat = self.seats[index]
+        assert seat.codec is not None
         prompt = seat.codec.encode(self.protocol.messages(state.play.task, state.turns, index, seat.system))
         room = seat.codec.context_length - len(prompt) - seat.max_new_tokens
         if room < 0:
@@ -70,7 +76,6 @@ class Table:
                 f"its context holds {seat.codec.context_length}"
             )
             return None
-        at = key(*address, state.play.task.id, state.play.sibling, len(state.turns), seat.agent)
         return Request(
             id=state.id,
             agent=seat.agent,
@@ -78,11 +83,12 @@ class Table:
             prompt_ids=prompt,
             max_new_tokens=seat.max_new_tokens,
             temperature=seat.temperature,
-            key=at,
+            key=self._key(state, index, address),
         )
 
     def _turn(self, index: int, request: Request, said: Completion) -> Turn:
         seat = self.seats[index]
+        assert seat.codec is not None
         return Turn(
             kind="action",
             agent=seat.agent,
@@ -110,6 +116,7 @@ class Table:
         seat = self.seats[index]
         said: list[tuple[_State, Turn]] = []
         asked: dict[str, tuple[_State, Request]] = {}
+        remote: list[_State] = []
         for state in states:
             if substitute is not None:
                 text = substitute(state.play.task, index, key(*address, state.id, len(state.turns), "substitute"))
@@ -117,9 +124,16 @@ class Table:
                     turn = Turn(kind="observation", agent=seat.agent, seat=index, text=text)
                     said.append((state, turn))
                     continue
+            if seat.speaker is not None:
+                remote.append(state)
+                continue
             request = self._request(state, index, address, slots.get(seat.agent, "promoted"))
             if request is not None:
                 asked[request.id] = (state, request)
+        if remote:
+            said += await self._hear(remote, index, address)
+            for _ in remote:
+                tick()
         if asked:
             requests = [request for _, request in asked.values()]
             heard: dict[str, Completion] = {}
@@ -130,6 +144,38 @@ class Table:
             if missing:
                 raise BatonError(f"the sampler gave no completion for {len(missing)} requests, first {missing[0]}")
             said += [(state, self._turn(index, request, heard[i])) for i, (state, request) in asked.items()]
+        return said
+
+    async def _hear(self, states: Sequence[_State], index: int, address: tuple[str | int, ...]) -> list[tuple[_State, Turn]]:
+        """Messages of a teammate without ids: they enter as text under its name and train nobody."""
+        seat = self.seats[index]
+        assert seat.speaker is not None
+        replies = await seat.speaker.speak(
+            [
+                TextRequest(
+                    messages=self.protocol.messages(state.play.task, state.turns, index, seat.system),
+                    max_new_tokens=seat.max_new_tokens,
+                    temperature=seat.temperature,
+                    key=self._key(state, index, address),
+                )
+                for state in states
+            ]
+        )
+        said: list[tuple[_State, Turn]] = []
+        for state, reply in zip(states, replies, strict=True):
+            if isinstance(reply, Failed):
+                state.outcome = reply
+                continue
+            is_cut = reply.finish_reason == "length"
+            turn = Turn(
+                kind="observation",
+                agent=seat.agent,
+                seat=index,
+                text=reply.text,
+                finish_reason=reply.finish_reason,
+                cut=is_cut,
+            )
+            said.append((state, turn))
         return said
 
     def _is_over(self, state: _State, until: AgentId | None) -> bool:

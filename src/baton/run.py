@@ -269,6 +269,7 @@ class RunJournal:
         self._prompts = prompts
         rows = records.episode_rows(evidence.episodes, use="train", prompts=prompts)
         rows += records.episode_rows(evidence.probe, use="probe", prompts=prompts)
+        rows += records.episode_rows(evidence.ordering, use="order", prompts=prompts)
         records.write_episodes(self.run.path / "episodes" / f"{name}.parquet", rows)
         records.write_divergences(self.run.path / "divergences" / f"{name}.parquet", evidence)
         record: Record = {
@@ -282,7 +283,7 @@ class RunJournal:
             "position": records.position_record(position),
         }
         records.append_record(self.journal, record)
-        is_resumable = report.schedule != "joint" or not position.entries
+        is_resumable = not self.plan.config.algorithm.shares_episodes or not position.entries
         self.points.append((is_resumable, files))
         write_team(self.run, position, files)
         self._prune()
@@ -345,7 +346,7 @@ def catch_up(run: Run, trainees: Mapping[AgentId, Trainee], schedule: str) -> No
             StageEntry(
                 agent=u["agent"],
                 q_gate=u["verdict"]["gate"]["q_gate"] if u["to_version"] is not None else 0.0,
-                radius=trainees[u["agent"]].radius_token,
+                radius=sat.allowed(trainees[u["agent"]], run.position.stage).radius_token,
                 episodes=u["episodes"]["n"],
                 word=u["word"],
             )
@@ -362,7 +363,13 @@ def write_team(run: Run, position: Position, files: Mapping[AgentId, Record]) ->
     team = {
         "schema": records.SCHEMA,
         "agents": [
-            {"name": m.agent, "model": m.model, "version": m.version, "incarnation": m.incarnation, **files[m.agent]}
+            {
+                "name": m.agent,
+                "model": m.model,
+                "version": m.version,
+                "incarnation": m.incarnation,
+                **files.get(m.agent, {}),
+            }
             for m in position.team.members
         ],
     }
@@ -488,15 +495,15 @@ async def _train(config: Config, root: Path, run: Run, reporter: Reporter, stop:
     else:
         # Models are built from version 0, which is never pruned and lends its tokenizer to every later version;
         # `restore_learner` puts in the promoted weights.
-        folders, warm, team = {a.name: run.folder(a.name, 0) for a in config.agents}, {}, run.position.team
+        folders, warm, team = {name: run.folder(name, 0) for name in plan.local}, {}, run.position.team
         for name, files in run.files.items():
             if not (run.path / files["weights"]).is_dir():
                 raise RunError(
                     f"the weights of '{name}' ({run.path / files['weights']}) are gone; the run cannot be resumed "
                     "without them"
                 )
-    names = [a.name for a in config.agents]
-    reporter.say(f"loading {len(names)} agents: " + ", ".join(f"{a.name} ({a.model})" for a in config.agents))
+    names = [a.name for a in config.agents if a.trainable]
+    reporter.say(f"loading {len(folders)} agents: " + ", ".join(f"{a.name} ({a.model})" for a in config.agents))
     crew = assemble.crew(config, folders, learners=names)
     for name in names:
         learner = crew.learners[name]
@@ -524,7 +531,7 @@ async def _train(config: Config, root: Path, run: Run, reporter: Reporter, stop:
         catch_up(run, trainees, config.algorithm.name)
         journal.points = [(True, started["files"])]
         journal.points += [
-            (config.algorithm.name != "joint" or not u["position"]["entries"], u["files"]) for u in run.updates
+            (not config.algorithm.shares_episodes or not u["position"]["entries"], u["files"]) for u in run.updates
         ]
         position = run.position
         world = World(
@@ -552,13 +559,13 @@ async def _train(config: Config, root: Path, run: Run, reporter: Reporter, stop:
 
 
 def settle(run: Run, config: Config) -> list[Record]:
-    """The journal of a run that is about to go on: a torn last line is dropped, an incomplete joint stage taken back
-    (its agents share episodes of the team at the stage's start, so it is played again as a whole)."""
+    """The journal of a run that is about to go on: a torn last line is dropped, an incomplete stage whose agents
+    share episodes (joint, reuse) is taken back and played again as a whole: those are of the team at the stage's start."""
     path = run.path / "stages.jsonl"
     if not path.exists():
         return []
     lines = records.read_records(path)
-    if config.algorithm.name == "joint":
+    if config.algorithm.shares_episodes:
         updates = [i for i, line in enumerate(lines) if line["kind"] == "update"]
         while updates and lines[updates[-1]]["position"]["entries"]:
             del lines[updates.pop()]
@@ -596,6 +603,8 @@ def _starts(
         reporter.progress(f"{name}: warm start", step, total, f"accuracy {accuracy:.2f}")
 
     for i, agent in enumerate(plan.config.agents):
+        if agent.is_remote:
+            continue
         folder, record, is_cached = assemble.start_folder(plan, i, tick=tick)
         folders[agent.name] = folder
         if record is not None:
@@ -612,6 +621,8 @@ def _starts(
 def _trainees(plan: Plan, crew: Crew) -> dict[AgentId, Trainee]:
     out: dict[AgentId, Trainee] = {}
     for agent in plan.config.agents:
+        if not agent.trainable:
+            continue
         radius = plan.config.radius(agent)
         out[agent.name] = Trainee(
             agent=agent.name,
@@ -649,6 +660,11 @@ async def _first_record(
             records.save_training(path, trainee.learner.snapshot(), with_masters=True)
             training = str(path.relative_to(run.path))
         files[name] = {"weights": str(folder.relative_to(run.path)), "training": training, "steps": 0}
+    for name in plan.local:
+        if name not in trainees:
+            folder = run.path / "state" / name / "v00000"
+            records.write_folder(folder, lambda partial, n=name: crew.copy_start(n, partial))
+            files[name] = {"weights": str(folder.relative_to(run.path)), "training": None, "steps": 0}
     tasks, _ = sat.draw_prompts(
         plan.splits.train, 0, min(START_PROMPTS, len(plan.splits.train)), at=(config.seed, "start prompts")
     )
@@ -684,6 +700,7 @@ async def _first_record(
         "start_prompts": len(scored),
         "group": resolve_group(config.algorithm, (accuracy - low) / (high - low)),
         "facts": dict(plan.env.facts(len(plan.seats))),
+        "is_repeatable": all(seat.speaker is None for seat in plan.seats),
         "files": files,
         "position": records.position_record(position),
     }
@@ -693,6 +710,8 @@ def _floors(plan: Plan, trainees: Mapping[AgentId, Trainee], episodes: Sequence[
     """Each agent's noise floor on the start episodes; a radius below it is refused (ALGORITHMS 2.4)."""
     floors: dict[AgentId, dict[str, float]] = {}
     for seat in plan.seats:
+        if seat.agent not in trainees:
+            continue
         trainee = trainees[seat.agent]
         rows = [t for e in episodes for t in batching.trajectories(e, seat.agent)]
         if not rows:
@@ -725,7 +744,7 @@ def _compare_facts(started: Record, now: Record, reporter: Reporter) -> None:
 
 
 def _announce(world: World, started: Record, position: Position, reporter: Reporter) -> None:
-    updates = len(sat.plan(world.options, tuple(world.trainees), world.seed))
+    updates = sat.total_updates(world.options, len(world.trainees))
     if position.done:
         reporter.say(f"resuming after {position.done} of {updates} agent updates")
         return
@@ -788,12 +807,11 @@ def load_team(path: str | Path) -> LoadedTeam:
     config, root = run.config, Path(run.start["root"])
     plan = assemble.prepare(config, root=root)
     assemble.set_threads(config, plan.parameters)
-    names = [a.name for a in config.agents]
-    crew = assemble.crew(config, {n: run.folder(n) for n in names}, learners=[])
+    crew = assemble.crew(config, {name: run.folder(name) for name in plan.local}, learners=[])
     team = run.position.team
 
     async def publish() -> None:
-        for name in names:
+        for name in plan.local:
             weights = crew.load(run.folder(name))
             await crew.sampler.publish(name, "promoted", weights, team.member(name).version)
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, assert_never
 
 from baton.core.keyed import ORDER, key, permutation
-from baton.errors import BatonError
+from baton.errors import BatonError, MissingError
 from baton.types import Accepted, AgentId, Rejected, Verdict
 
-OrderName = Literal["random", "static", "reverse"]
-LATER_ORDERS = ("greedy", "bandit")
-"""Orders that the specification names and this version refuses."""
+OrderName = Literal["random", "static", "reverse", "greedy", "grad_norm", "bandit"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,8 +62,18 @@ class Team:
         )
 
 
-def update_order(name: OrderName, agents: Sequence[AgentId], *, seed: int, stage: int) -> tuple[AgentId, ...]:
-    """The order sigma of one stage (ALGORITHMS 2.6): `random` is a keyed shuffle of (run seed, stage)."""
+def update_order(
+    name: OrderName, agents: Sequence[AgentId], *, seed: int, stage: int, gains: Mapping[AgentId, float | None] | None = None
+) -> tuple[AgentId, ...]:
+    """The order sigma of one stage (ALGORITHMS 2.6): `random` is a keyed shuffle of (run seed, stage); `greedy`, `grad_norm`
+    and `bandit` go by descending gain, equal ones by index.
+
+    Args:
+        gains: predicted or remembered gain of each agent; None for one that `bandit` has not seen, which goes first.
+
+    Raises:
+        MissingError: a measured order without an agent's gain.
+    """
     match name:
         case "static":
             return tuple(agents)
@@ -72,5 +81,12 @@ def update_order(name: OrderName, agents: Sequence[AgentId], *, seed: int, stage
             return tuple(reversed(agents))
         case "random":
             return tuple(agents[i] for i in permutation(key(seed, stage, ORDER), len(agents)))
+        case "greedy" | "grad_norm" | "bandit":
+            known = dict(gains or {})
+            missing = [a for a in agents if a not in known or (known[a] is None and name != "bandit")]
+            if missing:
+                raise MissingError(f"order '{name}' of stage {stage} has no gain of '{missing[0]}'; measure it first")
+            by_gain = {a: math.inf if (gain := known[a]) is None else gain for a in agents}
+            return tuple(sorted(agents, key=lambda a: -by_gain[a]))
         case _:
             assert_never(name)

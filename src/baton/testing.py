@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from baton.core.keyed import Key, key, uniforms
-from baton.core.losses import REASONING, Dis, Objective
+from baton.core.losses import REASONING, Dis, Likelihood, Objective
 from baton.engines.engine import Anchor, Codec, Completion, Learner, Request, Sampler, ScoreRequest
 from baton.envs.check import check_env
 from baton.errors import BatonError, MissingError, NonFiniteError, PublishError
@@ -505,6 +505,7 @@ def check_learner(
         _restore_is_exact,
         _blend_is_exact_at_both_ends,
         _penalty_acts_where_it_can,
+        _scores_are_gradients,
         _nothing_moves_without_cause,
         _serves_copies,
     ):
@@ -865,6 +866,37 @@ def _penalty_acts_where_it_can(bench: _Bench) -> None:
     except MissingError:
         return
     raise AssertionError("a step with a penalty and no anchor did not raise MissingError")
+
+
+def _scores_are_gradients(bench: _Bench) -> None:
+    learner, batch = bench.start()
+    before = _copy(learner.snapshot())
+    gradient, fisher = learner.score_gradients(batch)
+    _require_same(learner.snapshot(), before, "measuring score gradients moves nothing")
+    # The loss with w = 1 divides the same sum by the action tokens.
+    report = learner.step(batch, Objective(weight=Likelihood(), penalty=0.0), lr=bench.lr, anchor=None)
+    tokens = batch.batch
+    norm = float(gradient.double().norm()) * tokens.n_episodes
+    _require(
+        abs(norm - report.grad_norm * tokens.n_act) <= 1e-3 * norm,
+        f"the mean of A times the episode's score has norm {norm / tokens.n_episodes:.6g}; the loss's own gradient says "
+        f"{report.grad_norm * tokens.n_act / tokens.n_episodes:.6g}",
+    )
+    learner.restore(before)
+    names = list(dict.fromkeys(tokens.episode_ids))
+    squares: Tensor | None = None
+    for name in names:
+        own = batch.rows([row for row, other in enumerate(tokens.episode_ids) if other == name])
+        alone = dataclasses.replace(own, advantages=own.batch.mask.to(own.advantages.dtype))
+        score, square = learner.score_gradients(alone)
+        _require(torch.allclose(square, score.square()), "of one episode, the Fisher diagonal is its score squared")
+        if squares is None or squares.shape == square.shape:
+            squares = square if squares is None else squares + square
+    if squares is not None and squares.shape == fisher.shape:
+        _require(
+            torch.allclose(squares / len(names), fisher, rtol=1e-3, atol=1e-6 * float(fisher.max())),
+            "the Fisher diagonal is the mean of the episodes' squared scores, whatever their advantages",
+        )
 
 
 def _nothing_moves_without_cause(bench: _Bench) -> None:

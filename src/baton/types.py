@@ -348,8 +348,10 @@ class GateRecord:
     radius_message_mean: float
     direction: Direction
     scale: float
-    """Share of the first displacement that was looked at: 1, 1/2, 1/4, ..."""
+    """Share of the first displacement that was looked at: 1, 1/2, 1/4, ...; for a retry, the length of its own."""
     passed: bool
+    attempt: int = 0
+    """The retry that was looked at; 0 is the first training and what was shrunk from it."""
     message_sum: float | None = None
     """Mean over messages of the summed kl_old_new (reported, gates nothing)."""
 

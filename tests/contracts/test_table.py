@@ -334,7 +334,7 @@ class CancelsForEver(Wrapped):
         (ScoresAtTemperatureOne, "score disagrees with submit"),
         (ScoresBackwards, "score disagrees with submit"),
         (StampsTheFirstVersion, "stamps version 1, published was 2"),
-        (SkipsThePublication, "after a second publication"),
+        (SkipsThePublication, "under the law at temperature 0.6"),
         (EchoesTheFingerprint, "was corrupted on the way"),
         (KeepsTheSendersTensors, "after the sender changed its own tensors"),
         (

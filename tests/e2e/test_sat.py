@@ -27,6 +27,7 @@ from baton.engines.engine import Completion, Request, ScoreRequest
 from baton.envs.grading import GraderPool
 from baton.errors import BatonError, ConfigError, NonFiniteError, ReplayGapError, StaleAdvantagesError, TaskFault
 from baton.rollout import Play, Table
+from baton.team import update_order
 from baton.types import (
     Accepted,
     AdvantageBatch,
@@ -377,16 +378,16 @@ def test_siblings_of_different_team_versions_are_refused(baseline: str) -> None:
 def test_episodes_of_another_team_never_reach_a_step() -> None:
     stage = worlds.world(worlds.parity("algorithm.order=static"))
 
-    async def old_batch() -> tuple[Any, Any]:
-        given = await sat.collect(stage.world, stage.position.team, 0, stage=1, who="a", prompts=8, slots={})
+    async def old_batch() -> sat.Shared:
+        collected = await sat.collect(stage.world, stage.position.team, 0, stage=1, who="a", prompts=8, slots={})
         probe = await sat.collect_probe(stage.world, stage.position.team, stage=1, who="b", until="b", slots={})
-        return given, probe
+        return sat.Shared(collected=collected, probe=probe)
 
-    given = asyncio.run(old_batch())
+    shared = asyncio.run(old_batch())
     stage.train(1)  # 'a' is promoted: the batch was played by the team before it
     before = stage.learner("b").snapshot()
     with pytest.raises(StaleAdvantagesError, match=r"a@0.*a@1.*collect again"):
-        asyncio.run(sat.update(stage.world, stage.position, "b", stage=1, slots={}, given=given))
+        asyncio.run(sat.update(stage.world, stage.position, "b", stage=1, slots={}, shared=shared))
     assert worlds.same(before, stage.learner("b").snapshot())
 
 
@@ -561,8 +562,7 @@ def test_orders_are_keyed_and_differ_as_their_names_say() -> None:
     agents = ("a", "b", "c")
 
     def stages(name: str, seed: int) -> list[tuple[str, ...]]:
-        steps = sat.plan(options.model_copy(update={"order": name}), agents, seed)
-        return [tuple(a for k, a in steps if k == stage) for stage in range(1, 13)]
+        return [update_order(name, agents, seed=seed, stage=stage) for stage in range(1, options.stages + 1)]
 
     assert stages("static", 1) == [agents] * 12 and stages("reverse", 1) == [agents[::-1]] * 12
     drawn = stages("random", 1)

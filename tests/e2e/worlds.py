@@ -172,12 +172,14 @@ def world(
 ) -> Stage:
     """Stage mode at its start, with hand-made tasks, graders, samplers and learners where a test brings its own."""
     plan = assemble.prepare(settings, root=Path.cwd())
-    names = [a.name for a in settings.agents]
-    crew = assemble.crew(settings, {n: plan.bases[n] for n in names}, learners=names)
+    names = [a.name for a in settings.agents if a.trainable]
+    crew = assemble.crew(settings, {n: plan.bases[n] for n in plan.local}, learners=names)
     sampler: Sampler = wrap_sampler(crew.sampler)
     journal = Memory()
     trainees: dict[str, Trainee] = {}
     for agent in settings.agents:
+        if not agent.trainable:
+            continue
         radius = settings.radius(agent)
         trainees[agent.name] = Trainee(
             agent=agent.name,

@@ -99,6 +99,28 @@ class LineSearchOptions(_Options):
     halvings: int = Field(default=4, ge=0, le=12, description="halvings of the first displacement that are looked at")
 
 
+class BacktrackOptions(_Options):
+    """Training again from the same start where the first candidate left the region (ALGORITHMS 2.5)."""
+
+    tries: int = Field(
+        default=1,
+        ge=1,
+        le=6,
+        description="trainings before the line search; retry r has the penalty x 10^r (at least .5) and lr / 2^r",
+    )
+
+
+class ReuseOptions(_Options):
+    """One batch of episodes for all agents of a stage, reweighted for teammates that have changed (ALGORITHMS 2.3)."""
+
+    ess_floor: float = Field(
+        default=0.5,
+        gt=0,
+        le=1,
+        description="effective share of the reweighted episodes below which an agent plays fresh ones",
+    )
+
+
 class SatOptions(_Options):
     """`[algorithm]`: schedule, data and step of one agent update."""
 
@@ -108,7 +130,25 @@ class SatOptions(_Options):
     group: Literal["auto"] | int = Field(
         default="auto", description="episodes per prompt; auto: 4, or 8 where the start accuracy is below .15"
     )
-    order: OrderName = Field(default="random", description="order of the agents in a stage")
+    data: Literal["resample", "reuse"] = Field(
+        default="resample",
+        description="fresh episodes for each update, or (schedule sat) one batch a stage, reweighted for changed teammates",
+    )
+    reuse: ReuseOptions = Field(default=ReuseOptions(), description="what data = 'reuse' does")
+    order: OrderName = Field(
+        default="random",
+        description="order of the agents in a stage; greedy and grad_norm measure it on episodes of their own, bandit "
+        "learns it from the reward of the batches that follow an update (noisy)",
+    )
+    radius_allocation: Literal["uniform", "greedy"] = Field(
+        default="uniform",
+        description="a stage's radii: each agent's own, or their sum shared out by predicted gain in quarters, at most 2x each",
+    )
+    ordering_episodes: int = Field(
+        default=64,
+        ge=32,
+        description="episodes a stage on which a measured order or allocation rests, beside the updates' own",
+    )
     inner_steps: int = Field(
         default=2, ge=1, description="optimiser steps per update, each on a disjoint part of the episodes"
     )
@@ -119,7 +159,45 @@ class SatOptions(_Options):
     )
     objective: ObjectiveOptions = Field(default=ObjectiveOptions(), description="the loss")
     penalty: PenaltyOptions = Field(default=PenaltyOptions(), description="the KL term")
+    backtrack: BacktrackOptions = Field(default=BacktrackOptions(), description="training again outside the region")
     line_search: LineSearchOptions = Field(default=LineSearchOptions(), description="what happens outside the region")
+
+    @property
+    def shares_episodes(self) -> bool:
+        """The agents of a stage train on the same episodes: an incomplete stage is played again as a whole."""
+        return self.name == "joint" or self.data == "reuse"
+
+    @property
+    def is_measured(self) -> bool:
+        """A stage begins with episodes that predict what each agent could gain."""
+        return self.order in ("greedy", "grad_norm") or self.radius_allocation == "greedy"
+
+    @property
+    def looks(self) -> int:
+        """The most candidates of one update that the gate sees."""
+        return self.backtrack.tries + self.line_search.halvings
+
+    @model_validator(mode="after")
+    def _no_unread_key(self) -> SatOptions:
+        fields = type(self).model_fields
+        if self.data == "reuse" and self.name != "sat":
+            raise ValueError(f"data = 'reuse' is for name = 'sat'; '{self.name}' has its own way with episodes, remove it")
+        if self.reuse != fields["reuse"].default and self.data != "reuse":
+            raise ValueError("reuse has no effect with data = 'resample'; remove it or set data = 'reuse'")
+        if self.order in ("greedy", "grad_norm", "bandit") and self.name != "sat":
+            raise ValueError(f"order = '{self.order}' is for name = 'sat'; '{self.name}' has an order of its own, remove it")
+        if self.order == "bandit" and self.data == "reuse":
+            raise ValueError("order = 'bandit' learns from fresh episodes after each update; set data = 'resample'")
+        if self.radius_allocation == "greedy" and self.name == "independent":
+            raise ValueError("radius_allocation = 'greedy' shares a stage's radii; 'independent' has one agent a stage")
+        if self.ordering_episodes != fields["ordering_episodes"].default and not self.is_measured:
+            raise ValueError("ordering_episodes has no effect: no order or allocation is measured; remove it")
+        if self.backtrack.tries > 1 and self.inner_steps < 2:
+            raise ValueError(
+                f"backtrack.tries = {self.backtrack.tries} needs inner_steps >= 2: the penalty's gradient is zero at the "
+                "start, so with one step a retry is only a shorter one, which the line search gives for less"
+            )
+        return self
 
     @model_validator(mode="after")
     def _episodes_in_groups(self) -> SatOptions:

@@ -1,17 +1,19 @@
 """SAT, sequential agent tuning: in a stage the agents update in turn, each on rollouts of the team as it is now.
 
 The numbered comments are the steps of ALGORITHMS 2.2. Steps 15 and 20 (paired evaluation) are not here yet.
-Schedules (2.14): `sat` collects again before each agent's update; `joint` lets every agent update on the same episodes,
-each behind its own gate; `independent` trains each agent beside teammates frozen at the run's start.
+Schedules (2.14): `sat` collects again before each agent's update, or reweights one batch a stage (2.3); `joint` lets every
+agent update on the same episodes, each behind its own gate; `independent` trains each agent beside teammates frozen at the
+run's start.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol, assert_never
+from typing import Literal, Protocol
 
 import torch
 from jaxtyping import Float
@@ -29,9 +31,9 @@ from baton.algorithms.acceptance import (
 )
 from baton.algorithms.options import GateOptions, SatOptions
 from baton.core import advantages as adv
-from baton.core import batching, certificate, losses, trust_region
+from baton.core import batching, certificate, trust_region
 from baton.core.keyed import PROBE, PROMPTS, SAMPLE, key, permutation
-from baton.engines.engine import Sampler
+from baton.engines.engine import Sampler, ScoreRequest
 from baton.errors import MissingError, NonFiniteError, StaleAdvantagesError, TaskFault
 from baton.rollout import Play, Table
 from baton.team import Team, update_order
@@ -67,6 +69,19 @@ class AgentState:
     """Train prompts that this agent's accepted updates have consumed."""
     replay: ReplaySums = field(default_factory=ReplaySums)
     """Judged while an update has fewer than 1,000 own tokens."""
+    gain: float | None = None
+    """Order `bandit`: mean of what the team's reward did after this agent's updates, the latest half (2.6)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StagePlan:
+    """What a stage decides before its first update: who moves when, and how far each may go."""
+
+    order: tuple[AgentId, ...]
+    radii: Mapping[AgentId, float]
+    """Token radius of each agent, nats; the message-mean radius goes with it."""
+    gains: Mapping[AgentId, float]
+    """Predicted gain of each agent where it was measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +108,10 @@ class Position:
     """(reason, mean reward) of every update since the last one that was accepted."""
     entries: tuple[StageEntry, ...] = ()
     """Updates of the stage in hand."""
+    stage: StagePlan | None = None
+    """Of the stage in hand, or of the last one."""
+    moved: tuple[AgentId, float, bool] | None = None
+    """Order `bandit`: who updated last, the mean reward of its episodes, whether it was accepted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +125,32 @@ class EpisodeStats:
     cut: Mapping[AgentId, float]
     prompts: int
     degenerate_groups: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Retry:
+    """A training from the same start with more penalty and a smaller rate, and what made it shorter than the first (2.5)."""
+
+    beta: float
+    lr: float
+    shrink_total: float
+    """Norm of its displacement over that of the first training's (masters)."""
+    shrink_lr: float
+    shrink_beta: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reuse:
+    """How a stage's shared episodes were made to speak for the team as it is now (2.3)."""
+
+    changed: tuple[AgentId, ...]
+    """Teammates that were accepted since the episodes were played."""
+    effective_share: float
+    """Effective sample size of the untruncated weights over the number of episodes."""
+    mean_weight: float
+    """Mean of the truncated weights that multiplied the loss."""
+    is_resampled: bool
+    """Below the floor: the episodes were left alone and fresh ones played."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +168,9 @@ class UpdateReport:
     episodes: EpisodeStats
     probe_episodes: int
     steps: tuple[StepReport, ...]
+    """Of the first training, then of each retry."""
+    retries: tuple[Retry, ...]
+    reuse: Reuse | None
     beta: float
     lr: float
     replay: ReplayGap | None
@@ -156,6 +204,8 @@ class Evidence:
     probe: Sequence[Episode]
     states: ProbeStates | None
     looks: Sequence[tuple[GateRecord, TokenDivergence]]
+    ordering: Sequence[Episode] = ()
+    """Beside a stage's first update: the episodes that its order or its radii were measured on."""
 
 
 class Journal(Protocol):
@@ -268,7 +318,7 @@ async def collect(
     episodes: list[Episode] = []
     seen: set[str] = set()
     informative = 0
-    is_batch = world.options.objective.resolved[2] == "batch_mean"
+    is_batch = world.options.objective.choice.baseline == "batch_mean"
     count = adv.decided_prompts if is_batch else adv.informative_groups
     for _ in range(3):
         wanted = min(prompts, len(world.train) - len(seen))
@@ -328,7 +378,7 @@ def _rewards(episodes: Sequence[Episode]) -> Float[Tensor, " E"]:
 def episode_advantages(options: SatOptions, episodes: Sequence[Episode]) -> adv.EpisodeAdvantages:
     """Step 7: the advantage of each episode under the configured baseline; siblings must be of one team."""
     rewards, groups, teams = _rewards(episodes), [e.group for e in episodes], [dict(e.versions) for e in episodes]
-    baseline = options.objective.resolved[2]
+    baseline = options.objective.choice.baseline
     if baseline == "group":
         return adv.group(rewards, groups, teams=teams, clip=options.objective.advantage_clip)
     if baseline == "loo":
@@ -336,23 +386,18 @@ def episode_advantages(options: SatOptions, episodes: Sequence[Episode]) -> adv.
     return adv.batch_mean(rewards, groups, teams=teams)
 
 
-def check_fresh(team: Team, episodes: Sequence[Episode], agent: AgentId, schedule: str) -> None:
-    """Advantages hold under the team that played: refuse episodes of another one.
-
-    `sat` demands the intermediate team itself; `joint` and `independent` only this agent's own version, since there
-    teammates are by definition those of the stage's or the run's start.
+def check_fresh(team: Team, episodes: Sequence[Episode], agents: Sequence[AgentId]) -> None:
+    """Advantages hold under the team that played: refuse episodes in which one of `agents` had another version than now.
 
     Raises:
         StaleAdvantagesError: names the agent and both versions.
     """
-    checked = team.agents if schedule == "sat" else (agent,)
     for episode in episodes:
-        for name in checked:
+        for name in agents:
             played, now = episode.versions.get(name), team.member(name).version
             if played != now:
                 raise StaleAdvantagesError(
-                    f"episodes for '{agent}' were played by {name}@{played}, "
-                    f"but the team now has {name}@{now}; collect again"
+                    f"an episode was played by {name}@{played}, but the team now has {name}@{now}; collect again or reweight"
                 )
 
 
@@ -384,6 +429,72 @@ def stats(world: World, collected: Collected, values: adv.EpisodeAdvantages) -> 
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """What a stage that shares its episodes plays once; without `probe`, each update plays its own."""
+
+    collected: Collected
+    probe: Sequence[Episode] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateData:
+    """What one update rests on: its episodes, the gate's, and (reuse) the weight of each scored episode."""
+
+    collected: Collected
+    probe: Sequence[Episode]
+    cursor: int
+    weights: Float[Tensor, " E"] | None = None
+    reuse: Reuse | None = None
+
+
+async def gather(
+    world: World, position: Position, agent: AgentId, *, stage: int, slots: Mapping[AgentId, Slot], shared: Shared | None
+) -> UpdateData:
+    """Step 4: fresh episodes of the team as it is, or the stage's shared ones. Reused ones are reweighted for the teammates
+    that were accepted since, and given up for fresh ones where too little of them is left."""
+    cursor = position.agents[agent].cursor
+    probe = None if shared is None else shared.probe
+    if probe is None:
+        probe = await collect_probe(world, position.team, stage=stage, who=agent, until=agent, slots=slots)
+    reuse: Reuse | None = None
+    if shared is not None:
+        if world.options.data != "reuse":
+            return UpdateData(collected=shared.collected, probe=probe, cursor=cursor)
+        changed = tuple(entry.agent for entry in position.entries if entry.word != "rejected")
+        weights = adv.reuse_weights(await log_weights(world, shared.collected.scored, changed))
+        reuse = Reuse(
+            changed=changed,
+            effective_share=weights.effective_share,
+            mean_weight=float(weights.truncated.mean()),
+            is_resampled=weights.effective_share < world.options.reuse.ess_floor,
+        )
+        if not reuse.is_resampled:
+            return UpdateData(collected=shared.collected, probe=probe, cursor=cursor, weights=weights.truncated, reuse=reuse)
+    prompts = world.options.episodes // world.group
+    collected = await collect(world, position.team, cursor, stage=stage, who=agent, prompts=prompts, slots=slots)
+    return UpdateData(collected=collected, probe=probe, cursor=collected.cursor, reuse=reuse)
+
+
+async def log_ratio_sums(world: World, episodes: Sequence[Episode], changed: Sequence[AgentId]) -> Float[Tensor, " E"]:
+    """Log of the likelihood ratio of each episode under the team as it is to the team that played it: the sum over ALL turns
+    of changed teammates of promoted minus recorded log-probability, by the sampler that now serves them (2.3)."""
+    temperature = {seat.agent: seat.temperature for seat in world.table.seats}
+    turns = [(n, t) for n, e in enumerate(episodes) for t in e.turns if t.kind == "action" and t.agent in changed]
+    scores = await world.sampler.score(
+        [
+            ScoreRequest(
+                agent=t.agent, slot="promoted", prompt_ids=t.prompt_ids, ids=t.ids, temperature=temperature[t.agent]
+            )
+            for _, t in turns
+        ]
+    )
+    out = torch.zeros(len(episodes), dtype=torch.float64)
+    for (n, turn), score in zip(turns, scores, strict=True):
+        out[n] += math.fsum(score) - math.fsum(turn.logprobs)
+    return out
+
+
 # ---- one agent update ------------------------------------------------------------------------------------------
 
 
@@ -396,6 +507,7 @@ class _Draft:
         default_factory=lambda: list[tuple[GateRecord, TokenDivergence]]()
     )
     steps: list[StepReport] = field(default_factory=lambda: list[StepReport]())
+    retries: list[Retry] = field(default_factory=lambda: list[Retry]())
     states: ProbeStates | None = None
     replay: ReplayGap | None = None
     published_gap: float | None = None
@@ -404,21 +516,32 @@ class _Draft:
     seconds: dict[str, float] = field(default_factory=lambda: dict[str, float]())
 
 
+def _distance(one: Snapshot, other: Snapshot) -> float:
+    """Norm of the difference of two snapshots' masters; a tensor that one of them lacks is zero there."""
+    total = 0.0
+    for name in one.weights.keys() | other.weights.keys():
+        a, b = one.weights.get(name), other.weights.get(name)
+        difference = a - b if a is not None and b is not None else a if a is not None else b
+        total += float(difference.double().square().sum()) if difference is not None else 0.0
+    return math.sqrt(total)
+
+
 async def propose(
     world: World,
     position: Position,
     trainee: Trainee,
-    collected: Collected,
-    probe: Sequence[Episode],
+    data: UpdateData,
+    values: adv.EpisodeAdvantages,
     draft: _Draft,
     *,
     origin: Snapshot,
     stage: int,
     version: int,
 ) -> AgentState:
-    """Steps 5 to 14 for one agent: step, look, shrink, publish with proof. Fills `draft`; returns the state with the
-    replay sums. The learner is left at the accepted candidate, or wherever it failed (the caller restores `origin`)."""
+    """Steps 5 to 14 for one agent: step, look, try again, shrink, publish with proof. Fills `draft`; returns the state with
+    the replay sums. The learner is left at the accepted candidate, or wherever it failed (the caller restores `origin`)."""
     state, learner, options = position.agents[trainee.agent], trainee.learner, world.options
+    collected = data.collected
     if collected.informative < options.min_informative:  # 5
         draft.verdict = Rejected(
             reason="no_signal",
@@ -428,8 +551,11 @@ async def propose(
         return state
     began = world.clock()
     temperature = next(s.temperature for s in world.table.seats if s.agent == trainee.agent)
-    check_fresh(position.team, collected.scored, trainee.agent, options.name)
-    values = episode_advantages(options, collected.scored)  # 7
+    # Shared episodes are of the stage's start: what has changed since is their weights' to say, or (joint) by design.
+    is_shared = options.name != "sat" or (data.reuse is not None and not data.reuse.is_resampled)
+    check_fresh(position.team, collected.scored, (trainee.agent,) if is_shared else position.team.agents)
+    if data.weights is not None:
+        values = replace(values, values=values.values * data.weights)
     batch = agent_batch(collected.scored, values, trainee.agent, temperature=temperature, team=position.team)
     parts = batching.parts(batch, options.inner_steps)
     anchors = [learner.remember(part.batch) for part in parts]
@@ -438,27 +564,45 @@ async def propose(
     )
     sums, draft.replay = check_replay(state.replay, gap, agent=trainee.agent, is_exact=trainee.is_exact)  # 6
     state = replace(state, replay=sums)
-    rows = [t for e in probe for t in batching.trajectories(e, trainee.agent)]
+    rows = [t for e in data.probe for t in batching.trajectories(e, trainee.agent)]
     messages = batching.token_batch(rows, temperature=temperature)
     draft.states = states = probe_states(messages, world.gate, at=(world.seed, stage, trainee.agent, PROBE))
     current = learner.remember(states.batch)
-    objective = losses.Objective(weight=options.objective.weight_of(), penalty=state.beta)
-    looks = 1 + options.line_search.halvings
-    try:
-        for part, anchor in zip(parts, anchors, strict=True):  # 9
+
+    def trained(beta: float, lr: float) -> None:
+        objective = options.objective.loss(penalty=beta)
+        for part, anchor in zip(parts, anchors, strict=True):
             world.journal.tick(f"{trainee.agent}: steps", len(parts))
-            draft.steps.append(learner.step(part, objective, lr=state.lr, anchor=anchor if objective.needs_kl else None))
+            draft.steps.append(learner.step(part, objective, lr=lr, anchor=anchor if objective.needs_kl else None))
+
+    def passes(scale: float, attempt: int = 0) -> bool:
+        record, divergence = look(trainee, states, current, world.gate, looks=options.looks, scale=scale)
+        draft.looks.append((replace(record, attempt=attempt), divergence))
+        return record.passed
+
+    try:
+        trained(state.beta, state.lr)  # 9
         draft.seconds["train"] = world.clock() - began
         began = world.clock()
-        draft.looks.append(look(trainee, states, current, world.gate, looks=looks, scale=1.0))  # 10
-        if not draft.looks[-1][0].passed and options.line_search.halvings:
+        if not passes(1.0) and options.looks > 1:  # 10
             first = learner.snapshot()
-            for scale in trust_region.line_search_scales(options.line_search.halvings):  # 11
-                world.journal.tick(f"{trainee.agent}: line search", options.line_search.halvings)
-                learner.blend(first, origin, scale)
-                draft.looks.append(look(trainee, states, current, world.gate, looks=looks, scale=scale))  # 12
-                if draft.looks[-1][0].passed:
+            length = _distance(first, origin)
+            for r in range(1, options.backtrack.tries):
+                learner.restore(origin)
+                # A penalty of 0 is left out for good: then a retry is a smaller rate alone.
+                beta = 0.0 if state.beta == 0.0 else trust_region.retry_penalty(state.beta, r)
+                lr = trust_region.retry_lr(state.lr, r)
+                trained(beta, lr)
+                total, by_lr, by_beta = trust_region.shrinkage(length, _distance(learner.snapshot(), origin), lr / state.lr)
+                draft.retries.append(Retry(beta=beta, lr=lr, shrink_total=total, shrink_lr=by_lr, shrink_beta=by_beta))
+                if total > 0.0 and passes(min(1.0, total), attempt=r):
                     break
+            if not draft.looks[-1][0].passed:
+                for scale in trust_region.line_search_scales(options.line_search.halvings):  # 11
+                    world.journal.tick(f"{trainee.agent}: line search", options.line_search.halvings)
+                    learner.blend(first, origin, scale)
+                    if passes(scale):  # 12
+                        break
         draft.seconds["gate"] = world.clock() - began
     except NonFiniteError as error:
         draft.verdict = Rejected(reason="non_finite", detail=str(error))
@@ -512,43 +656,47 @@ async def update(
     *,
     stage: int,
     slots: Mapping[AgentId, Slot],
-    given: tuple[Collected, Sequence[Episode]] | None = None,
+    shared: Shared | None = None,
+    ordering: Sequence[Episode] = (),
 ) -> tuple[Position, UpdateReport]:
-    """One agent's update, from its episodes to the durable record. `given` are a joint stage's episodes."""
-    trainee, state = world.trainees[agent], position.agents[agent]
+    """One agent's update, from its episodes to the durable record. `shared` are the episodes of a stage that shares them."""
+    trainee, options = allowed(world.trainees[agent], position.stage), world.options
     began = world.clock()
     version = world.journal.begin(agent, stage)
     before = position.team.member(agent).version
-    if given is None:
-        prompts = world.options.episodes // world.group
-        collected = await collect(world, position.team, state.cursor, stage=stage, who=agent, prompts=prompts, slots=slots)
-        probe = await collect_probe(world, position.team, stage=stage, who=agent, until=agent, slots=slots)
-    else:
-        collected, probe = given
+    data = await gather(world, position, agent, stage=stage, slots=slots, shared=shared)
+    collected = data.collected
+    values = episode_advantages(options, collected.scored)  # 7
+    counts = stats(world, collected, values)
+    if options.order == "bandit":
+        position = credit(position, counts.reward)
     draft = _Draft(seconds={"rollout": world.clock() - began})
     origin = trainee.learner.snapshot()  # 8
-    state = await propose(world, position, trainee, collected, probe, draft, origin=origin, stage=stage, version=version)
+    state = await propose(world, position, trainee, data, values, draft, origin=origin, stage=stage, version=version)
     verdict, looks = draft.verdict, tuple(record for record, _ in draft.looks)
     if verdict is None:
         raise MissingError(f"the update of '{agent}' in stage {stage} ended without a verdict")
-    if isinstance(verdict, Accepted):
-        state = replace(state, cursor=collected.cursor if given is None else state.cursor)
+    is_accepted = isinstance(verdict, Accepted)
+    if is_accepted:
+        state = replace(state, cursor=data.cursor)
     else:
         trainee.learner.restore(origin)  # 18
-    after = adapt(state, trainee, verdict, looks, world.options)
-    team = position.team.promote(agent, verdict, version) if isinstance(verdict, Accepted) else position.team
+    after = adapt(state, trainee, verdict, looks, options)
+    team = position.team.promote(agent, verdict, version) if is_accepted else position.team
     report = UpdateReport(
         stage=stage,
         index=position.done,
-        schedule=world.options.name,
+        schedule=options.name,
         agent=agent,
         from_version=before,
         candidate_version=version,
         verdict=verdict,
         looks=looks,
-        episodes=stats(world, collected, episode_advantages(world.options, collected.scored)),
-        probe_episodes=len(probe),
+        episodes=counts,
+        probe_episodes=len(data.probe),
         steps=tuple(draft.steps),
+        retries=tuple(draft.retries),
+        reuse=data.reuse,
         beta=position.agents[agent].beta,
         lr=position.agents[agent].lr,
         replay=draft.replay,
@@ -557,28 +705,29 @@ async def update(
         after=after,
         seconds={**draft.seconds, "total": world.clock() - began},
     )
-    rejection = () if isinstance(verdict, Accepted) else ((verdict.reason, report.episodes.reward),)
+    rejection = () if isinstance(verdict, Accepted) else ((verdict.reason, counts.reward),)
     entry = StageEntry(
         agent=agent,
         q_gate=verdict.gate.q_gate if isinstance(verdict, Accepted) else 0.0,
         radius=trainee.radius_token,
-        episodes=report.episodes.n,
+        episodes=counts.n,
         word=verdict_word(verdict),
     )
     entries = (*position.entries, entry)
     # An independent agent's stage is its own update.
-    is_whole = world.options.name == "independent" or len(entries) == len(world.trainees)
+    is_whole = options.name == "independent" or len(entries) == len(world.trainees)
     position = replace(
         position,
         team=team,
         agents={**position.agents, agent: after},
         done=position.done + 1,
-        stalled=() if isinstance(verdict, Accepted) else position.stalled + rejection,
+        stalled=() if is_accepted else position.stalled + rejection,
         entries=() if is_whole else entries,
+        moved=(agent, counts.reward, is_accepted) if options.order == "bandit" else None,
     )
-    evidence = Evidence(episodes=collected.all, probe=probe, states=draft.states, looks=draft.looks)
+    evidence = Evidence(episodes=collected.all, probe=data.probe, states=draft.states, looks=draft.looks, ordering=ordering)
     world.journal.commit(report, evidence, position, draft.promoted)  # 16
-    if isinstance(verdict, Accepted):
+    if is_accepted:
         await world.sampler.swap(agent)
     if is_whole:
         world.journal.stage(stage_report(stage, entries))
@@ -614,41 +763,114 @@ def ending(world: World, position: Position) -> Ending | None:
     return "converged" if is_converged else "stalled"
 
 
-def plan(options: SatOptions, agents: Sequence[AgentId], seed: int) -> list[tuple[int, AgentId]]:
-    """Every (stage, agent) of a run, in order; stages count from 1. `independent` finishes one agent before the next."""
-    stages = range(1, options.stages + 1)
-    match options.name:
-        case "sat":
-            return [(k, a) for k in stages for a in update_order(options.order, agents, seed=seed, stage=k)]
-        case "joint":
-            return [(k, a) for k in stages for a in agents]
-        case "independent":
-            return [(k, a) for a in agents for k in stages]
-        case _:
-            assert_never(options.name)
+def total_updates(options: SatOptions, agents: int) -> int:
+    """Agent updates of a whole run."""
+    return options.stages * agents
+
+
+def allowed(trainee: Trainee, stage: StagePlan | None) -> Trainee:
+    """The trainee with the radii that its stage gives it (2.14)."""
+    if stage is None or stage.radii[trainee.agent] == trainee.radius_token:
+        return trainee
+    share = stage.radii[trainee.agent] / trainee.radius_token
+    return replace(
+        trainee, radius_token=share * trainee.radius_token, radius_message_mean=share * trainee.radius_message_mean
+    )
+
+
+def credit(position: Position, reward: float) -> Position:
+    """Order `bandit`: what the team's mean reward did since the last update is that agent's gain, exponential mean with
+    factor .5; a rejected update moved nothing and gained 0 (2.6)."""
+    if position.moved is None:
+        return position
+    agent, earlier, is_accepted = position.moved
+    gain, old = (reward - earlier if is_accepted else 0.0), position.agents[agent].gain
+    state = replace(position.agents[agent], gain=gain if old is None else 0.5 * old + 0.5 * gain)
+    return replace(position, agents={**position.agents, agent: state})
+
+
+async def plan_stage(world: World, position: Position, stage: int) -> tuple[StagePlan, Sequence[Episode]]:
+    """Step 2: the order and the radii of a stage, and the episodes that they were measured on (2.6, 2.14).
+
+    The predicted gain is the first-order one inside each agent's ball, from a diagonal Fisher information; an agent that did
+    not act in the batch has none to make.
+    """
+    options, agents = world.options, tuple(world.trainees)
+    radii = {a: t.radius_token for a, t in world.trainees.items()}
+    if not options.is_measured:
+        gains = {a: position.agents[a].gain for a in agents}
+        order = (
+            agents
+            if options.name == "joint"
+            else update_order(options.order, agents, seed=world.seed, stage=stage, gains=gains)
+        )
+        return StagePlan(order=order, radii=radii, gains={}), ()
+    prompts = max(1, options.ordering_episodes // world.group)
+    collected = await collect(
+        world, position.team, (stage - 1) * prompts, stage=stage, who="order", prompts=prompts, slots={}
+    )
+    values = episode_advantages(options, collected.scored)
+    kappas: dict[AgentId, float] = {}
+    gains: dict[AgentId, float | None] = {}
+    for agent in agents:
+        acted = [any(t.kind == "action" and t.agent == agent for t in e.turns) for e in collected.scored]
+        kappas[agent], gains[agent] = 0.0, 0.0
+        if any(acted):
+            temperature = next(s.temperature for s in world.table.seats if s.agent == agent)
+            batch = agent_batch(collected.scored, values, agent, temperature=temperature, team=position.team)
+            gradient, fisher = world.trainees[agent].learner.score_gradients(batch)
+            kappas[agent], gains[agent] = trust_region.greedy_gain(gradient, fisher, delta=radii[agent])
+            if options.order == "grad_norm":
+                gains[agent] = float(gradient.double().norm())
+    if options.radius_allocation == "greedy":
+        mean = sum(radii.values()) / len(radii)
+        given = trust_region.allocate_radius(
+            [kappas[a] for a in agents], budget=mean * len(agents), quantum=mean / 4.0, cap=2.0 * mean
+        )
+        radii = dict(zip(agents, given, strict=True))
+    order = (
+        agents if options.name == "joint" else update_order(options.order, agents, seed=world.seed, stage=stage, gains=gains)
+    )
+    return StagePlan(order=order, radii=radii, gains={a: float(g or 0.0) for a, g in gains.items()}), collected.all
 
 
 async def train(world: World, position: Position) -> AsyncIterator[tuple[Position, UpdateReport]]:
-    """Run the plan from `position`, yielding after each complete agent update; ends early where `ending` says so.
+    """Run the stages from `position`, yielding after each complete agent update; ends early where `ending` says so.
 
-    A joint run starts at a stage boundary: its agents share the stage's episodes.
+    A run whose agents share a stage's episodes starts at a stage boundary.
     """
     options, agents = world.options, tuple(world.trainees)
-    steps = plan(options, agents, world.seed)
-    given: tuple[Collected, list[Episode]] | None = None
-    while position.done < len(steps) and ending(world, position) is None:
-        stage, agent = steps[position.done]
-        slots: Mapping[AgentId, Slot] = {}
+    n = len(agents)
+    shared: Shared | None = None
+    while position.done < total_updates(options, n) and ending(world, position) is None:
         if options.name == "independent":
-            slots = {a: "start" for a in position.team.agents if a != agent}
-        elif options.name == "joint" and position.done % len(agents) == 0:
-            prompts = len(agents) * options.episodes // world.group
-            # Every stage consumes the same number of prompts, whichever of its updates were accepted.
-            given = (
-                await collect(
-                    world, position.team, (stage - 1) * prompts, stage=stage, who="team", prompts=prompts, slots=slots
-                ),
-                await collect_probe(world, position.team, stage=stage, who="team", until=None, slots=slots),
+            # One agent is finished before the next begins; teammates act with their weights of the run's start.
+            agent, stage = agents[position.done // options.stages], position.done % options.stages + 1
+            position, report = await update(
+                world, position, agent, stage=stage, slots={a: "start" for a in agents if a != agent}
             )
-        position, report = await update(world, position, agent, stage=stage, slots=slots, given=given)
+            yield position, report
+            continue
+        index, stage = position.done % n, position.done // n + 1
+        ordering: Sequence[Episode] = ()
+        if index == 0 or position.stage is None:
+            plan, ordering = await plan_stage(world, position, stage)
+            position = replace(position, stage=plan)
+        if options.shares_episodes and index == 0:
+            prompts = n * options.episodes // world.group
+            # Every stage consumes the same number of prompts, whichever of its updates were accepted.
+            collected = await collect(
+                world, position.team, (stage - 1) * prompts, stage=stage, who="team", prompts=prompts, slots={}
+            )
+            is_joint = options.name == "joint"
+            shared = Shared(
+                collected=collected,
+                probe=await collect_probe(world, position.team, stage=stage, who="team", until=None, slots={})
+                if is_joint
+                else None,
+            )
+        assert position.stage is not None
+        position, report = await update(
+            world, position, position.stage.order[index], stage=stage, slots={}, shared=shared, ordering=ordering
+        )
         yield position, report

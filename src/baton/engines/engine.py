@@ -18,6 +18,7 @@ from baton.core.losses import Objective
 from baton.types import (
     AdvantageBatch,
     AgentId,
+    Failed,
     FinishReason,
     Message,
     PublishProof,
@@ -65,6 +66,33 @@ class ScoreRequest:
     prompt_ids: TokenIds
     ids: TokenIds
     temperature: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextRequest:
+    """One message wanted from a teammate that has no ids here."""
+
+    messages: tuple[Message, ...]
+    max_new_tokens: int
+    temperature: float
+    key: Key
+    """A seed where the other side takes one; a hint, not a promise."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reply:
+    """What it said."""
+
+    text: str
+    finish_reason: FinishReason
+
+
+class Speaker(Protocol):
+    """A frozen teammate outside this process."""
+
+    async def speak(self, requests: Sequence[TextRequest]) -> Sequence[Reply | Failed]:
+        """One reply for each request, in order; what could not be had is `Failed`, which ends that episode."""
+        ...
 
 
 class Codec(Protocol):
@@ -144,6 +172,14 @@ class Learner(Protocol):
 
         Raises:
             NonFiniteError: loss, gradient or a stepped weight is not finite (the weights may have moved: restore).
+        """
+        ...
+
+    def score_gradients(self, batch: AdvantageBatch) -> tuple[Float[Tensor, " P"], Float[Tensor, " P"]]:
+        """(mean over episodes of A times the episode's score, mean of its square), over the masters' P numbers.
+
+        An episode's score is the gradient of the summed log-probability of its own tokens; A is its advantage. The second is
+        the diagonal of the Fisher information per message (ALGORITHMS 2.6). Nothing is stepped.
         """
         ...
 

@@ -658,6 +658,30 @@ class LocalLearner:
         self._round()
         return StepReport(loss=loss, grad_norm=norm, diagnostics=dict(diagnostics))
 
+    def score_gradients(self, batch: AdvantageBatch) -> tuple[Float[Tensor, " P"], Float[Tensor, " P"]]:
+        """One backward pass an episode, in the precision of training; see `engine.Learner`."""
+        tokens = batch.batch
+        size = self.parameters
+        gradient, fisher = torch.zeros(size, device=self.device), torch.zeros(size, device=self.device)
+        rows_of: dict[str, list[int]] = {}
+        for row, name in enumerate(tokens.episode_ids):
+            rows_of.setdefault(name, []).append(row)
+        for rows in rows_of.values():
+            part = batch.rows(rows)
+            ids, mask = part.batch.ids.to(self.device), part.batch.mask.to(self.device)
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.compute == "bfloat16"):
+                logits_NV = self._train.logits(self._train.hidden(ids[:, :-1])[mask[:, 1:]])
+            log_new = divergence.log_law(logits_NV, temperature=tokens.temperature, forbidden=self._train.forbidden)
+            self._optimizer.zero_grad(set_to_none=True)
+            log_new.gather(1, ids[mask][:, None]).sum().backward()
+            score = torch.cat(
+                [(torch.zeros_like(t) if t.grad is None else t.grad).flatten() for t in self._masters.values()]
+            )
+            gradient += float(part.advantages[part.batch.mask][0]) * score
+            fisher += score.square()
+        self._optimizer.zero_grad(set_to_none=True)
+        return (gradient / len(rows_of)).cpu(), (fisher / len(rows_of)).cpu()
+
     @torch.no_grad()
     def blend(self, towards: Snapshot, origin: Snapshot, scale: float) -> None:
         """Masters at origin + scale * (towards - origin), exact at both ends; moments and step count as at the origin."""

@@ -192,7 +192,8 @@ class TableSampler:
 
     def __init__(self, codecs: Mapping[AgentId, TableCodec]) -> None:
         self._codecs = dict(codecs)
-        self._slots: dict[tuple[AgentId, Slot], _Held] = {}
+        # A table without rows is uniform: that is version 0, as a model's own weights are elsewhere.
+        self._slots: dict[tuple[AgentId, Slot], _Held] = {(a, "promoted"): _Held(rows={}, version=0) for a in codecs}
         self._cancelled: set[str] = set()
         self._waiting: dict[str, int] = {}
 
@@ -505,6 +506,25 @@ class TableLearner:
                 f"step of '{self._agent}' at lr {lr} left a weight that is not finite; restore the last snapshot"
             )
         return StepReport(loss=loss, grad_norm=norm, diagnostics=diagnostics)
+
+    def score_gradients(self, batch: AdvantageBatch) -> tuple[Tensor, Tensor]:
+        """Rows of states that the table does not hold count as the zeros that they are."""
+        tokens = batch.batch
+        names, row_N, position_N, token_N = self._states(tokens)
+        place = {name: i for i, name in enumerate(sorted({*self._names, *names}))}
+        at_N = torch.tensor([place[name] for name in names])
+        law_NV = self._log_laws(names, tokens.temperature).exp()
+        score_NV = (torch.nn.functional.one_hot(token_N, self._vocabulary) - law_NV) / tokens.temperature
+        gradient_RV = torch.zeros(len(place), self._vocabulary, dtype=torch.float64)
+        fisher_RV = torch.zeros_like(gradient_RV)
+        episode_N = tokens.episode[row_N]
+        for e in torch.unique(episode_N):
+            own = episode_N == e
+            score_RV = torch.zeros_like(gradient_RV).index_add(0, at_N[own], score_NV[own].double())
+            first = int(own.nonzero()[0, 0])
+            gradient_RV += float(batch.advantages[row_N[first], position_N[first]]) * score_RV
+            fisher_RV += score_RV.square()
+        return gradient_RV.flatten() / tokens.n_episodes, fisher_RV.flatten() / tokens.n_episodes
 
     def _apply(self, gradient_RV: Tensor, norm: float, lr: float) -> None:
         if self._grad_clip is not None and norm > self._grad_clip:
