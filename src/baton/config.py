@@ -163,7 +163,6 @@ _LATER: Mapping[str, Sequence[str]] = {
     "algorithm.order": LATER_ORDERS,
     "algorithm.objective.preset": LATER_PRESETS,
     "algorithm.objective.baseline": LATER_BASELINES,
-    "algorithm.objective.weight": ("is", "gspo"),
     "gate.preset": ("certified",),
 }
 

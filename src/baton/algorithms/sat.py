@@ -29,7 +29,7 @@ from baton.algorithms.acceptance import (
 )
 from baton.algorithms.options import GateOptions, SatOptions
 from baton.core import advantages as adv
-from baton.core import batching, certificate, losses, trust_region
+from baton.core import batching, certificate, trust_region
 from baton.core.keyed import PROBE, PROMPTS, SAMPLE, key, permutation
 from baton.engines.engine import Sampler
 from baton.errors import MissingError, NonFiniteError, StaleAdvantagesError, TaskFault
@@ -268,7 +268,7 @@ async def collect(
     episodes: list[Episode] = []
     seen: set[str] = set()
     informative = 0
-    is_batch = world.options.objective.resolved[2] == "batch_mean"
+    is_batch = world.options.objective.choice.baseline == "batch_mean"
     count = adv.decided_prompts if is_batch else adv.informative_groups
     for _ in range(3):
         wanted = min(prompts, len(world.train) - len(seen))
@@ -328,7 +328,7 @@ def _rewards(episodes: Sequence[Episode]) -> Float[Tensor, " E"]:
 def episode_advantages(options: SatOptions, episodes: Sequence[Episode]) -> adv.EpisodeAdvantages:
     """Step 7: the advantage of each episode under the configured baseline; siblings must be of one team."""
     rewards, groups, teams = _rewards(episodes), [e.group for e in episodes], [dict(e.versions) for e in episodes]
-    baseline = options.objective.resolved[2]
+    baseline = options.objective.choice.baseline
     if baseline == "group":
         return adv.group(rewards, groups, teams=teams, clip=options.objective.advantage_clip)
     if baseline == "loo":
@@ -442,7 +442,7 @@ async def propose(
     messages = batching.token_batch(rows, temperature=temperature)
     draft.states = states = probe_states(messages, world.gate, at=(world.seed, stage, trainee.agent, PROBE))
     current = learner.remember(states.batch)
-    objective = losses.Objective(weight=options.objective.weight_of(), penalty=state.beta)
+    objective = options.objective.loss(penalty=state.beta)
     looks = 1 + options.line_search.halvings
     try:
         for part, anchor in zip(parts, anchors, strict=True):  # 9
