@@ -15,6 +15,7 @@ from pydantic_core import PydanticUndefined
 
 from baton.cli import main
 from baton.config import Config, keys, load, parse
+from baton.core import losses
 from baton.errors import ConfigError, UnsupportedError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -132,7 +133,7 @@ def test_every_config_parses_and_survives_being_written_and_read(path: Path) -> 
 
 def test_the_published_settings_are_the_papers() -> None:
     config = load(ROOT / "configs" / "published_sat.toml")
-    assert config.algorithm.objective.resolved == ("sequence", "none", "group")
+    assert config.algorithm.objective.choice == ("sequence", "none", "sequence", "group")
     assert (config.algorithm.stages, config.algorithm.inner_steps, config.algorithm.group) == (10, 10, 4)
     assert config.algorithm.episodes // 4 == 128
     assert {(a.lr, a.temperature, a.max_new_tokens, config.radius(a).token) for a in config.agents} == {
@@ -176,6 +177,8 @@ CHANGED: Mapping[str, object] = {
     "algorithm.min_informative": 2,
     "algorithm.objective.preset": "sequence",
     "algorithm.objective.weight": "ppo",
+    "algorithm.objective.mask": "second_moment",
+    "algorithm.objective.level": "sequence",
     "algorithm.objective.band": "coding",
     "algorithm.objective.baseline": "loo",
     "algorithm.objective.advantage_clip": 3.0,
@@ -236,20 +239,62 @@ def test_no_live_key_of_the_reference_is_left_out_of_that_test() -> None:
         *TAGS,
         "engine.name",  # wants table models: see the refusals below
         "agents.radius",  # has its own test below
-        "algorithm.objective.clip",  # wants weight ppo or sequence: likewise
+        "algorithm.objective.clip",  # wants weight ppo, gspo or sequence: likewise
+        "algorithm.objective.cap",  # wants weight is: likewise
+        "algorithm.objective.limit",  # wants a mask that has one: likewise
         "eval.update_pairs",
         "eval.stage_pairs",  # only 0 in this version: likewise
     }
     assert live - otherwise == set(CHANGED)
 
 
-def test_clip_reaches_the_weights_that_read_it() -> None:
-    tree = put(put(the_tree(), "algorithm.objective.weight", "ppo"), "algorithm.objective.clip", 0.1)
-    assert vars_of(parse(tree).algorithm.objective.weight_of()) == {"clip": 0.1}
+@pytest.mark.parametrize(
+    ("keys_", "weight", "mask", "level"),
+    [
+        ({"weight": "ppo", "clip": 0.1}, losses.Ppo(clip=0.1), None, "token"),
+        ({"weight": "gspo", "clip": 0.1}, losses.Gspo(clip=0.1), None, "token"),
+        ({"weight": "sequence", "clip": 0.1}, losses.SequenceRatio(clip=0.1), None, "token"),
+        ({"weight": "is"}, losses.Is(), None, "token"),
+        ({"weight": "is", "cap": 3}, losses.Is(cap=3.0), None, "token"),
+        ({"weight": "is", "mask": "band", "band": "coding"}, losses.Is(), losses.CODING, "token"),
+        ({"band": "reasoning"}, losses.Dis(band=losses.REASONING), None, "token"),
+        ({"level": "sequence"}, losses.Dis(band=losses.TIGHT), None, "sequence"),
+        ({"mask": "binary_kl"}, losses.Dis(band=losses.TIGHT), losses.BinaryKl(limit=0.05), "token"),
+        ({"mask": "binary_kl", "limit": 0.1}, losses.Dis(band=losses.TIGHT), losses.BinaryKl(limit=0.1), "token"),
+        (
+            {"preset": "dppo", "mask": "probability_symmetric"},
+            losses.Is(cap=20.0),
+            losses.ProbabilityDifference(limit=0.2, form="symmetric"),
+            "token",
+        ),
+        (
+            {"preset": "dppo", "mask": "probability_symmetric", "limit": 0.1, "cap": "none"},
+            losses.Is(),
+            losses.ProbabilityDifference(limit=0.1, form="symmetric"),
+            "token",
+        ),
+        ({"preset": "m2po", "limit": 0.5}, losses.Is(), losses.SecondMoment(limit=0.5), "token"),
+        ({"preset": "flash_reinforce", "weight": "ppo"}, losses.Ppo(), losses.SequenceTrust(limit=3e-3), "sequence"),
+    ],
+)
+def test_a_key_of_the_objective_overrides_its_preset_and_reaches_the_loss(
+    keys_: dict[str, object], weight: losses.Weight, mask: losses.Mask | None, level: str
+) -> None:
+    tree = the_tree()
+    for key, value in keys_.items():
+        put(tree, f"algorithm.objective.{key}", value)
+    loss = parse(tree).algorithm.objective.loss(penalty=0.25)
+    assert (loss.weight, loss.mask, loss.level, loss.penalty) == (weight, mask, level, 0.25)
 
 
-def vars_of(weight: object) -> dict[str, object]:
-    return {name: getattr(weight, name) for name in type(weight).__dataclass_fields__}  # type: ignore[attr-defined]
+def test_a_preset_that_compares_with_the_whole_batch_needs_no_siblings() -> None:
+    for preset, baseline in {"flash_reinforce": "batch_mean", "reinforce_is": "batch_mean", "gspo": "group"}.items():
+        tree = put(put(the_tree(), "algorithm.objective.preset", preset), "algorithm.group", 1)
+        if baseline == "batch_mean":
+            assert parse(tree).algorithm.objective.choice.baseline == baseline
+        else:
+            with pytest.raises(ConfigError, match="compares siblings"):
+                parse(tree)
 
 
 def test_an_agents_own_radius_wins_over_the_presets() -> None:
@@ -290,7 +335,28 @@ REFUSED: Mapping[str, tuple[list[tuple[str, object]], list[str]]] = {
         [("algorithm.objective.weight", "ppo"), ("algorithm.objective.band", "tight")],
         ["band = 'tight'", "weight 'ppo'"],
     ),
-    "a clip that the weight does not read": ([("algorithm.objective.clip", 0.1)], ["clip", "weight 'dis'"]),
+    "a clip that the weight does not read": ([("algorithm.objective.clip", 0.1)], ["clip = 0.1", "weight 'dis'"]),
+    "a cap that the weight does not read": (
+        [("algorithm.objective.cap", 20)],
+        ["cap = 20", "weight 'dis'", "weight = 'is'"],
+    ),
+    "a cap that would move an unmoved token": (
+        [("algorithm.objective.weight", "is"), ("algorithm.objective.cap", 0.5)],
+        ["algorithm.objective.cap", "0.5"],
+    ),
+    "a limit without a mask that has one": (
+        [("algorithm.objective.limit", 0.1)],
+        ["limit = 0.1", "mask 'none'", "binary_kl"],
+    ),
+    "a limit of a band": (
+        [(f"algorithm.objective.{k}", v) for k, v in {"weight": "is", "mask": "band", "limit": 0.1}.items()],
+        ["limit = 0.1", "mask 'band'"],
+    ),
+    "a band twice": ([("algorithm.objective.mask", "band")], ["mask = 'band'", "weight 'dis'", "weight = 'is'"]),
+    "an advantage clip that the baseline does not read": (
+        [("algorithm.objective.baseline", "loo"), ("algorithm.objective.advantage_clip", 3.0)],
+        ["advantage_clip = 3.0", "baseline 'loo'", "baseline = 'group'"],
+    ),
     "the table engine with models that are none": ([("engine.name", "table")], ["engine.name", "table:SYMBOLS"]),
     "two agents of one name": ([("agents.name", "second")], ["'second'", "2 times"]),
     "sampling that training could not score": ([("agents.top_p", 0.9)], ["agents.0.top_p", "remove the key"]),
@@ -314,7 +380,7 @@ def test_the_config_is_refused_in_words_that_help(case: str) -> None:
 LATER: Mapping[str, object] = {
     "algorithm.name": "sao",
     "algorithm.order": "greedy",
-    "algorithm.objective.preset": "gspo",
+    "algorithm.objective.preset": "troll",
     "algorithm.objective.baseline": "critic",
     "gate.preset": "certified",
     "eval.stage_pairs": 512,

@@ -189,7 +189,6 @@ _LATER: Mapping[str, Sequence[str]] = {
     "algorithm.name": ("sao",),
     "algorithm.objective.preset": LATER_PRESETS,
     "algorithm.objective.baseline": LATER_BASELINES,
-    "algorithm.objective.weight": ("is", "gspo"),
     "gate.preset": ("certified",),
 }
 

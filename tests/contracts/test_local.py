@@ -18,7 +18,7 @@ from torch import Tensor
 from baton.core import divergence
 from baton.core.batching import micro_batches, token_batch, with_advantages
 from baton.core.keyed import key, uniforms
-from baton.core.losses import TIGHT, Dis, Objective, Ppo, SequenceRatio
+from baton.core.losses import TIGHT, Dis, Gspo, Is, Objective, Ppo, SecondMoment, SequenceRatio, SequenceTrust, binary_kl
 from baton.engines import local, models
 from baton.engines.engine import Completion, Request, ScoreRequest
 from baton.engines.local import (
@@ -357,6 +357,39 @@ def test_micro_batches_add_up_to_the_gradient_of_one_large_batch(
         gradients.append(torch.cat(grabbed))
     for other in gradients[1:]:
         assert float((other - gradients[0]).abs().max()) < 1e-6 * max(1.0, float(gradients[0].abs().max()))
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        Objective(weight=Gspo(), penalty=0.0),
+        Objective(weight=Is(), penalty=0.0, mask=SequenceTrust(), level="sequence"),
+        Objective(weight=Is(), penalty=0.0, mask=SecondMoment()),
+    ],
+)
+def test_masks_and_levels_do_not_depend_on_the_micro_batch_size(objective: Objective, folder: Path):
+    """A mask over the whole batch (the limit is set to bite) takes a forward of its own, before the first gradient."""
+    batch = played(folder, count=8)
+    away = learner_of(folder)
+    start = away.snapshot()
+    away.step(batch, Objective(weight=Dis(band=TIGHT), penalty=0.0), lr=1e-2, anchor=None)
+    now, old, mask = away.logprobs(batch.batch), batch.batch.behavior_logprobs, batch.batch.mask
+    if isinstance(objective.mask, SecondMoment):
+        limit = float((now - old)[mask].square().mean()) / 2
+        objective = dataclasses.replace(objective, mask=SecondMoment(limit=limit))
+    elif isinstance(objective.mask, SequenceTrust):
+        means = (binary_kl(now, old, mask).sum(1) / mask.sum(1)).sort().values
+        objective = dataclasses.replace(objective, mask=SequenceTrust(limit=float(means[3] + means[4]) / 2))
+    steps: list[tuple[Tensor, float]] = []
+    for micro_tokens in (4096, 30, 1):
+        learner = learner_of(folder, micro_tokens=micro_tokens)
+        learner.blend(away.snapshot(), start, 1.0)
+        report = learner.step(batch, objective, lr=1e-3, anchor=None)
+        dropped = report.diagnostics.get("masked", 1.0)
+        assert 0.0 < dropped < batch.batch.n_act
+        steps.append((torch.tensor([report.loss, report.grad_norm]), dropped))
+    for numbers, dropped in steps[1:]:
+        assert torch.allclose(numbers, steps[0][0], rtol=1e-4, atol=1e-6) and dropped == steps[0][1]
 
 
 def test_the_clip_bounds_the_whole_gradient_and_the_report_shows_it_before(folder: Path):

@@ -17,7 +17,7 @@ from torch import Tensor
 from baton.core.advantages import batch_mean
 from baton.core.batching import token_batch, trajectories, with_advantages
 from baton.core.keyed import key, uniforms
-from baton.core.losses import REASONING, Dis, Objective
+from baton.core.losses import REASONING, Dis, Is, Objective, SecondMoment
 from baton.engines.engine import Anchor, Completion, Learner, Request, Sampler, ScoreRequest
 from baton.engines.table import (
     TableAnchor,
@@ -799,6 +799,27 @@ def test_policy_gradients_are_equal_for_one_two_and_four_micro_batches() -> None
         assert report.grad_norm == pytest.approx(reports[0].grad_norm, abs=1e-12)
         assert report.diagnostics == pytest.approx(reports[0].diagnostics, abs=1e-12)
         assert snapshot.weights.keys() == snapshots[0].weights.keys()
+        for name, row in snapshot.weights.items():
+            assert torch.allclose(row, snapshots[0].weights[name], rtol=0, atol=1e-12)
+
+
+def test_a_mask_over_the_batch_is_the_same_for_one_two_and_four_micro_batches() -> None:
+    """M2PO drops by a mean over the whole optimiser batch; each micro-batch alone would drop other tokens."""
+    away = TableLearner("a", V)
+    for prompt, row in zip(PROMPTS, ([0.9, 0.0, -0.2, 0.1], [0.2, 0.0, 0.0, 0.0], [-0.6, 0.3, 0.0, 0.0]), strict=False):
+        away.set(prompt, row)
+    x = (away.logprobs(batch().batch) - batch().batch.behavior_logprobs)[batch().batch.mask]
+    objective = Objective(weight=Is(), penalty=0.0, mask=SecondMoment(limit=float(x.square().mean()) / 2))
+    reports: list[StepReport] = []
+    snapshots: list[Snapshot] = []
+    for micro_tokens in (None, 80, 1):
+        learner = TableLearner("a", V, optimiser="sgd", micro_tokens=micro_tokens)
+        learner.restore(away.snapshot())
+        reports.append(learner.step(batch(), objective, lr=0.5, anchor=None))
+        snapshots.append(learner.snapshot())
+    assert 0.0 < reports[0].diagnostics["masked"] < batch().batch.n_act
+    for report, snapshot in zip(reports[1:], snapshots[1:], strict=True):
+        assert report.diagnostics == pytest.approx(reports[0].diagnostics, abs=1e-12)
         for name, row in snapshot.weights.items():
             assert torch.allclose(row, snapshots[0].weights[name], rtol=0, atol=1e-12)
 

@@ -18,7 +18,7 @@ from scipy import stats
 from torch import Tensor
 
 from baton.core import advantages, certificate, divergence, losses, scores, trust_region
-from baton.core.losses import BANDS, Dis, Likelihood, Objective, Ppo, SequenceRatio
+from baton.core.losses import BANDS, Dis, Gspo, Is, Likelihood, Objective, Ppo, SequenceRatio
 from baton.errors import BatonError, ConfigError, DataError, MissingError, NonFiniteError
 from baton.types import AdvantageBatch, Direction, GateRecord, TokenBatch, TokenDivergence
 
@@ -27,7 +27,10 @@ JUNK = (-math.inf, math.inf, math.nan, 1e30, -1e30, -77.0)
 WEIGHTS = [
     Dis(band=BANDS["tight"]),
     Dis(band=BANDS["coding"]),
+    Is(),
+    Is(cap=1.5),
     Ppo(clip=0.2),
+    Gspo(clip=0.2),
     SequenceRatio(clip=0.2),
     Likelihood(),
 ]
@@ -195,17 +198,24 @@ def test_on_policy_every_weight_has_the_plain_policy_gradient(drawn: Drawn) -> N
     batch = case.scored.batch
     still = Case(logp=batch.behavior_logprobs.clone(), kl=case.kl, scored=case.scored)
     plain = -case.scored.advantages
+    own = torch.tensor([[float(drawn.mask[torch.tensor(drawn.episode) == e].sum())] for e in drawn.episode], dtype=F64)
     for weight in WEIGHTS:
         objective = Objective(weight=weight, penalty=0.0)
         _, by_logp, _, _ = evaluate(objective, still)
-        assert torch.allclose(by_logp, plain / objective.denominator(batch), rtol=1e-12, atol=1e-12)
+        share = 1.0 / own if isinstance(weight, Gspo) else 1.0  # each token moves the mean by its share
+        assert torch.allclose(by_logp, plain * share / objective.denominator(batch), rtol=1e-12, atol=1e-12)
+        if isinstance(weight, SequenceRatio):
+            continue
+        for level, scale in (("token", 1.0 / batch.n_act), ("sequence", 1.0 / own / batch.n_episodes)):
+            _, by_logp, _, _ = evaluate(Objective(weight=weight, penalty=0.0, level=level), still)  # type: ignore[arg-type]
+            assert torch.allclose(by_logp, plain * scale, rtol=1e-12, atol=1e-12)
 
 
 @given(drawn_cases())
 def test_token_losses_count_tokens_and_sequence_losses_count_episodes(drawn: Drawn) -> None:
     batch = drawn.case().scored.batch
     for weight in WEIGHTS:
-        expected = len(set(drawn.episode)) if isinstance(weight, SequenceRatio) else int(drawn.mask.sum())
+        expected = len(set(drawn.episode)) if isinstance(weight, SequenceRatio | Gspo) else int(drawn.mask.sum())
         assert Objective(weight=weight, penalty=0.0).denominator(batch) == expected
 
 

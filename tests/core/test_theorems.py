@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from baton.core.advantages import reuse_weights
 from baton.core.batching import token_batch, with_advantages
 from baton.core.certificate import (
     alpha_from_kl,
@@ -31,6 +32,7 @@ from baton.core.trust_region import (
     gate,
     greedy_exact_steps,
     line_search_scales,
+    shrinkage,
     speed_limit,
 )
 from baton.engines.engine import Anchor
@@ -213,6 +215,47 @@ def test_the_stage_is_the_sum_of_its_steps_and_so_is_its_bound() -> None:
         assert abs(returns[-1] - returns[0] - gained) <= bounded + 1e-11
 
 
+# ---- T4: episodes of another team --------------------------------------------------------------------------
+
+
+def test_t4_reused_episodes_need_the_ratios_of_earlier_and_of_later_turns() -> None:
+    """E_new[1(state, own action) R] from episodes of the old team, three speakers, the second being updated (2.3).
+
+    Earlier turns of changed teammates make the law of the states, later ones the return; weights of either alone
+    leave a bias, and so does the truncation that bounds their variance.
+    """
+    rng = np.random.default_rng(4)
+    bias = dict.fromkeys(("none", "prefix", "suffix", "both", "truncated"), 0.0)
+    paths = list(itertools.product((0, 1), repeat=3))
+    for _ in range(300):
+        pay = rng.random(8)
+        # Law of each speaker after what was said before it; first and last speaker change, the second does not.
+        old, new = ({path[:k]: rng.dirichlet([1.0, 1.0]) for path in paths for k in range(3)} for _ in range(2))
+        new.update({said: law for said, law in old.items() if len(said) == 1})
+
+        def chance(team: Mapping[tuple[int, ...], Sequence[float]], path: tuple[int, ...]) -> float:
+            return math.prod(team[path[:k]][path[k]] for k in range(3))
+
+        ratio = torch.tensor([[new[p[:k]][p[k]] / old[p[:k]][p[k]] for k in range(3)] for p in paths], dtype=torch.float64)
+        log = ratio.log()
+        assert bool((log[:, 1] == 0.0).all())
+        weights = {
+            "none": torch.ones(8, dtype=torch.float64),
+            "prefix": reuse_weights(log[:, 0])[0],
+            "suffix": reuse_weights(log[:, 2])[0],
+            "both": reuse_weights(log.sum(1))[0],
+            "truncated": reuse_weights(log.sum(1))[1],
+        }
+        for said, own in itertools.product((0, 1), repeat=2):
+            here = [i for i, p in enumerate(paths) if p[:2] == (said, own)]
+            true = math.fsum(chance(new, paths[i]) * pay[i] for i in here)
+            for name, w in weights.items():
+                reused = math.fsum(chance(old, paths[i]) * float(w[i]) * pay[i] for i in here)
+                bias[name] = max(bias[name], abs(reused - true))
+    assert bias["both"] < 1e-12
+    assert min(bias["none"], bias["prefix"], bias["suffix"], bias["truncated"]) > 0.1, bias
+
+
 # ---- exact steps through the table learner -----------------------------------------------------------------
 
 STATE = (7,)
@@ -332,8 +375,7 @@ def test_a_retry_shrinks_by_its_lr_and_by_its_penalty() -> None:
         law, kl, moved = trained(beta, lr, 2)
         assert law == pytest.approx(want, abs=1e-6)
         assert kl == pytest.approx(want_kl, abs=1e-6)
-        assert moved / whole == pytest.approx(total, abs=1e-6)
-        assert moved / whole / lr == pytest.approx(by_beta, abs=1e-6)
+        assert shrinkage(whole, moved, lr) == pytest.approx((total, lr, by_beta), abs=1e-6)
 
 
 # ---- T17: the speed limit ----------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from baton.core import advantages, batching, certificate, divergence, losses, scores, trust_region
-from baton.errors import BatonError, DataError, MissingError, NonFiniteError, StaleAdvantagesError
+from baton.errors import BatonError, ConfigError, DataError, MissingError, NonFiniteError, StaleAdvantagesError
 from baton.types import AdvantageBatch, Episode, Scored, TokenBatch, TokenDivergence, Trajectory, Turn
 from reference import advantages as slow_advantages
 from reference import batching as slow_batching
@@ -569,6 +569,61 @@ def test_the_informative_share_agrees_with_enumeration(p: float, size: int) -> N
     assert close(advantages.informative_share(p, size), slow_advantages.informative_share(p, size))
 
 
+STEPS = st.lists(
+    st.tuples(st.floats(-5.0, 5.0), st.floats(-5.0, 5.0), st.one_of(st.floats(0.0, 3.0), st.just(1.0))),
+    min_size=1,
+    max_size=8,
+)
+
+
+@given(steps=STEPS, gamma=st.sampled_from([1.0, 0.99, 0.5, 0.0]), lam=st.sampled_from([1.0, 0.95, 0.0]))
+def test_the_truncated_trace_agrees_with_its_unrolled_twin(
+    steps: list[tuple[float, float, float]], gamma: float, lam: float
+) -> None:
+    columns = [list(column) for column in zip(*steps, strict=True)]
+    fast = advantages.truncated_trace(*(torch.tensor(c, dtype=torch.float64) for c in columns), gamma=gamma, lam=lam)
+    assert all_close(fast, slow_advantages.truncated_trace(*columns, gamma=gamma, lam=lam))
+
+
+@given(logs=st.lists(st.floats(-30.0, 30.0), min_size=1, max_size=12), shift=st.sampled_from([0.0, -900.0, 900.0, 1e6]))
+def test_the_effective_sample_share_agrees_with_its_twin_at_any_scale_of_the_weights(
+    logs: list[float], shift: float
+) -> None:
+    share = slow_advantages.effective_sample_share([math.exp(x) for x in logs])
+    found = advantages.effective_sample_share(torch.tensor(logs, dtype=torch.float64) + shift)
+    assert close(found, share, tol=1e-9 if shift < 1e6 else 1e-6)
+    assert 1.0 / len(logs) - 1e-9 <= found <= 1.0
+
+
+@given(logs=st.lists(st.floats(-60.0, 60.0), min_size=1, max_size=12))
+def test_a_reuse_weight_is_the_ratio_and_its_truncation_at_one(logs: list[float]) -> None:
+    weights, truncated = advantages.reuse_weights(torch.tensor(logs, dtype=torch.float64))
+    assert all_close(weights, [math.exp(x) for x in logs])
+    assert all_close(truncated, [min(1.0, math.exp(x)) for x in logs])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_ratio_that_is_no_number_is_refused_by_name_and_a_zero_is_not(bad: float) -> None:
+    logs = torch.tensor([0.0, -math.inf, bad], dtype=torch.float64)
+    for read in (advantages.reuse_weights, advantages.effective_sample_share):
+        with pytest.raises(NonFiniteError):
+            read(logs)
+    with pytest.raises(NonFiniteError, match="episode 2"):
+        advantages.reuse_weights(logs)
+    assert advantages.reuse_weights(logs[:2])[0].tolist() == [1.0, 0.0]
+    assert advantages.effective_sample_share(logs[:2]) == pytest.approx(0.5)
+    for nothing, error in ((logs[1:2], NonFiniteError), (logs[:0], MissingError)):
+        with pytest.raises(error):
+            advantages.effective_sample_share(nothing)
+    for place in range(3):
+        steps = [torch.zeros(2), torch.zeros(2), torch.ones(2)]
+        steps[place][1] = bad
+        with pytest.raises(NonFiniteError):
+            advantages.truncated_trace(*steps, gamma=1.0, lam=0.95)
+    with pytest.raises(ConfigError):
+        advantages.truncated_trace(*steps[:2], torch.ones(2), gamma=1.01, lam=0.95)
+
+
 @pytest.mark.parametrize("estimator", [advantages.group, advantages.loo, advantages.batch_mean])
 def test_every_baseline_refuses_a_nan_reward_and_siblings_of_two_teams(
     estimator: Callable[..., advantages.EpisodeAdvantages],
@@ -950,6 +1005,101 @@ def test_the_line_search_halves_the_first_displacement() -> None:
     assert trust_region.line_search_scales(0) == ()
 
 
+@given(beta=st.floats(1e-3, 10.0), lr=st.floats(1e-7, 1.0), r=st.integers(1, 6))
+def test_a_retrys_penalty_and_lr_agree_with_their_twins(beta: float, lr: float, r: int) -> None:
+    slow = slow_region.retry(beta, lr, r)
+    assert (trust_region.retry_penalty(beta, r), trust_region.retry_lr(lr, r)) == pytest.approx(slow, rel=1e-12)
+
+
+@given(first=st.floats(1e-6, 10.0), share=st.floats(0.0, 2.0), r=st.integers(1, 4))
+def test_the_factors_of_a_shrinkage_multiply_to_the_whole(first: float, share: float, r: int) -> None:
+    total, lr, beta = trust_region.shrinkage(first, share * first, 0.5**r)
+    assert lr == 0.5**r and total == pytest.approx(share) and lr * beta == pytest.approx(total)
+
+
+ENTRIES = st.lists(st.tuples(st.floats(-3.0, 3.0), st.floats(0.0, 4.0)), min_size=1, max_size=6)
+
+
+@both_dtypes
+@given(entries=ENTRIES, delta=st.sampled_from([0.01, 0.05, 0.5]), eps=st.sampled_from([1e-8, 1e-2]))
+def test_the_greedy_gain_is_the_most_that_the_ball_allows(
+    dtype: torch.dtype, entries: list[tuple[float, float]], delta: float, eps: float
+) -> None:
+    g, f = (torch.tensor(column, dtype=dtype) for column in zip(*entries, strict=True))
+    kappa, gain = trust_region.greedy_gain(g, f, delta=delta, eps=eps)
+    slow = slow_region.greedy_gain(g.tolist(), f.tolist(), delta=delta, eps=eps)
+    assert gain == pytest.approx(slow, rel=TOLERANCE[dtype], abs=1e-12)
+    assert gain == pytest.approx(kappa * math.sqrt(delta), rel=1e-12)
+
+
+KAPPAS = st.lists(st.one_of(st.just(0.0), st.floats(1e-3, 10.0)), min_size=1, max_size=4)
+
+
+@given(kappas=KAPPAS, spare=st.integers(0, 10), most=st.integers(1, 8))
+def test_the_radii_in_quanta_are_the_best_of_all_ways_to_give_them_out(kappas: list[float], spare: int, most: int) -> None:
+    total = len(kappas) + spare
+    delta = trust_region.allocate_radius(kappas, budget=total * 0.0125, quantum=0.0125, cap=most * 0.0125)
+    quanta = [round(d / 0.0125) for d in delta]
+    assert all(1 <= q <= most for q in quanta) and sum(quanta) == min(total, most * len(kappas))
+    found = math.fsum(k * math.sqrt(q) for k, q in zip(kappas, quanta, strict=True))
+    assert close(found, slow_region.allocate_radius(kappas, total=total, most=most))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 7])
+@pytest.mark.parametrize("kappa", [0.0, 0.3])
+def test_equal_gains_share_the_budget_equally_and_the_first_takes_what_is_over(n: int, kappa: float) -> None:
+    uniform = trust_region.allocate_radius([kappa] * n, budget=n * 0.05, quantum=0.05 / 4, cap=0.1)
+    assert uniform == pytest.approx((0.05,) * n, rel=1e-12)
+    over = trust_region.allocate_radius([kappa] * n, budget=n * 0.05 + 0.0125, quantum=0.0125, cap=0.1)
+    assert over == pytest.approx((0.0625, *(0.05,) * (n - 1)), rel=1e-12)
+
+
+def test_a_dominant_agent_stops_at_its_cap_and_no_one_is_left_at_zero() -> None:
+    delta = trust_region.allocate_radius((100.0, 1.0, 0.0), budget=0.15, quantum=0.0125, cap=0.1)
+    assert delta == pytest.approx((0.1, 0.0375, 0.0125))
+
+
+@given(kappas=st.lists(st.floats(1e-2, 10.0), min_size=1, max_size=5), budget=st.sampled_from([0.05, 0.1, 2.0]))
+def test_the_continuous_radii_agree_with_their_twin_and_with_ever_finer_quanta(kappas: list[float], budget: float) -> None:
+    delta = trust_region.allocate_radius_continuous(kappas, budget)
+    assert math.fsum(delta) == pytest.approx(budget, rel=1e-12)
+    assert delta == pytest.approx(slow_region.allocate_radius_continuous(kappas, budget), rel=1e-6)
+    quantum = budget / 200
+    fine = trust_region.allocate_radius(kappas, budget=budget, quantum=quantum, cap=budget)
+    assert all(abs(a - max(b, quantum)) <= (len(kappas) + 1) * quantum for a, b in zip(fine, delta, strict=True))
+
+
+@pytest.mark.parametrize("ask", [
+    lambda: trust_region.retry_penalty(0.1, 0),
+    lambda: trust_region.retry_penalty(-0.1, 1),
+    lambda: trust_region.retry_lr(0.1, 0),
+    lambda: trust_region.retry_lr(0.0, 1),
+    lambda: trust_region.shrinkage(0.0, 1.0, 0.5),
+    lambda: trust_region.shrinkage(1.0, math.nan, 0.5),
+    lambda: trust_region.shrinkage(1.0, 1.0, 0.0),
+    lambda: trust_region.greedy_gain(torch.ones(2), torch.ones(2), delta=0.0),
+    lambda: trust_region.greedy_gain(torch.tensor([1.0, math.nan]), torch.ones(2), delta=0.1),
+    lambda: trust_region.greedy_gain(torch.ones(2), torch.tensor([1.0, math.inf]), delta=0.1),
+    lambda: trust_region.greedy_gain(torch.ones(2), torch.tensor([1.0, -1.0]), delta=0.1),
+    lambda: trust_region.greedy_gain(torch.zeros(1), torch.zeros(1), delta=0.1, eps=0.0),
+    lambda: trust_region.allocate_radius([], budget=1.0, quantum=0.1, cap=1.0),
+    lambda: trust_region.allocate_radius([1.0, math.nan], budget=1.0, quantum=0.1, cap=1.0),
+    lambda: trust_region.allocate_radius([1.0, -1.0], budget=1.0, quantum=0.1, cap=1.0),
+    lambda: trust_region.allocate_radius([1.0, 1.0], budget=0.1, quantum=0.1, cap=1.0),
+    lambda: trust_region.allocate_radius([1.0, 1.0], budget=1.0, quantum=0.1, cap=0.05),
+    lambda: trust_region.allocate_radius([1.0, 1.0], budget=1.0, quantum=0.0, cap=1.0),
+    lambda: trust_region.allocate_radius_continuous([0.0, 0.0], 0.1),
+    lambda: trust_region.allocate_radius_continuous([1.0], 0.0),
+])  # fmt: skip
+def test_an_allocation_or_a_retry_without_a_meaning_is_refused(ask: Callable[[], object]) -> None:
+    with pytest.raises(BatonError):
+        ask()
+
+
+def test_a_penalty_that_was_left_out_stays_out_in_every_retry() -> None:
+    assert [trust_region.retry_penalty(0.0, r) for r in (1, 2)] == [0.0, 0.0]
+
+
 PROBABILITIES = st.floats(0.001, 0.999)
 
 
@@ -1039,6 +1189,12 @@ def test_message_bounds_by_the_mean_agree_with_their_twins(abar: list[float], al
     assert close(certificate.message_bound_mean(abar, span), slow_certificate.message_bound_mean(abar, span))
     fast = certificate.message_bound_mixed(abar, alpha, span)
     assert close(fast, slow_certificate.message_bound_mixed(abar, alpha, span))
+
+
+@given(gamma=st.floats(0.0, 0.999), a_max=st.floats(0.0, 10.0))
+def test_the_drift_constant_agrees_with_its_twin(gamma: float, a_max: float) -> None:
+    slow = slow_certificate.teamtr_drift(gamma=gamma, a_max=a_max)
+    assert certificate.teamtr_drift(gamma=gamma, a_max=a_max) == pytest.approx(slow, rel=1e-12)
 
 
 @given(delta=st.floats(0.0, 10.0))

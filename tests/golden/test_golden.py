@@ -123,6 +123,43 @@ def test_g20_token_losses_share_one_denominator() -> None:
     assert sequences.denominator(batch) == 2.0
 
 
+def binary_kls(*pairs: tuple[float, float]) -> tuple[Tensor, Tensor, Tensor]:
+    """(log q, log p, mask) of (p, q) pairs, one token each."""
+    p, q = (row(*(pair[i] for pair in pairs)).log() for i in (0, 1))
+    return q, p, torch.ones_like(p, dtype=torch.bool)
+
+
+def test_g45_sequence_trust_keeps_or_drops_the_whole_trajectory() -> None:
+    far = binary_kls((0.5, 0.55), (0.9, 0.95))
+    d = losses.binary_kl(*far)
+    assert d[0].tolist() == close([0.0050252, 0.0206542], 1e-7) and float(d.mean()) == close(0.0128397, 1e-7)
+    near = binary_kls((0.5, 0.53), (0.9, 0.91))
+    assert float(losses.binary_kl(*near).mean()) == close(0.0011972, 1e-7)
+    episode = torch.tensor([3])
+    assert not losses.sequence_trust_mask(*far, episode_B=episode, limit=5e-3).any()
+    assert bool(losses.sequence_trust_mask(*near, episode_B=episode, limit=3e-3).all())
+
+
+def test_g46_the_second_moment_mask_drops_the_largest_until_the_mean_fits() -> None:
+    x = row(1.0, 1.1, 2.0, 4.0).log()
+    square = x.square()[0]
+    assert square.tolist() == close([0.0, 0.0090840, 0.4804530, 1.9218121], 1e-7)
+    means = [float(square[:n].mean()) for n in (1, 2, 3)]
+    assert means == close([0.0, 0.0045420, 0.1631790], 1e-7)
+    keep = losses.second_moment_mask(x, torch.zeros_like(x), ALL, limit=0.04)
+    assert keep.tolist() == [[True, True, False, False]]
+
+
+def test_g47_the_probability_difference_drops_what_moves_further_away() -> None:
+    q, p, mask = binary_kls((0.1, 0.3), (0.001, 0.003), (0.3, 0.1))
+    rule = losses.ProbabilityDifference()
+    assert rule.limit == 0.15
+    assert losses.dppo_mask(q, p, torch.ones_like(q), mask, rule=rule).tolist() == [[False, True, True]]
+    assert losses.dppo_mask(q, p, -torch.ones_like(q), mask, rule=rule).tolist() == [[True, True, False]]
+    symmetric = losses.ProbabilityDifference(form="symmetric")
+    assert losses.dppo_mask(q, p, torch.ones_like(q), mask, rule=symmetric).tolist() == [[False, True, False]]
+
+
 def test_g40_a_band_is_two_bounds_and_not_one_minus_eps() -> None:
     loose = 1 - 0.8
     assert repr(loose) == "0.19999999999999996"
@@ -148,6 +185,18 @@ def test_g6_group_norm_uses_the_population_std_and_a_flat_group_is_zero() -> Non
 def test_g18_leave_one_out() -> None:
     values = advantages.loo(row(1, 0, 0, 0)[0], ["q"] * 4).values
     assert values.tolist() == close([1.0, *[-1 / 3] * 3])
+
+
+@pytest.mark.parametrize(("ratios", "trace"), [((1, 0.5, 0.8), (0.0938, 0.408, 0.8)), ((1, 1, 1), (0.432, 0.56, 0.8))])
+def test_g16_the_trace_of_truncated_ratios(ratios: tuple[float, ...], trace: tuple[float, ...]) -> None:
+    rewards, values = row(0, 0, 1)[0], row(0.5, 0.4, 0.2)[0]
+    found = advantages.truncated_trace(rewards, values, row(*ratios)[0], gamma=1.0, lam=0.95)
+    assert found.tolist() == close(list(trace), 1e-12)
+
+
+@pytest.mark.parametrize(("weights", "share"), [((1, 1, 1, 1), 1.0), ((4, 0, 0, 0), 0.25), ((1, 2, 3, 4), 0.8333333)])
+def test_g34_effective_sample_size(weights: tuple[float, ...], share: float) -> None:
+    assert advantages.effective_sample_share(row(*weights)[0].log()) == close(share, 1e-7)
 
 
 @pytest.mark.parametrize(
@@ -315,6 +364,47 @@ def test_g26_the_penalty_acts_from_the_second_inner_step(
         assert float(divergence.kl(policy, current)) == close(kl, 1e-7)
 
 
+def test_g26b_what_a_retry_shrinks_by_and_through_what() -> None:
+    """A 3-way softmax from logits 0 by hand: two exact steps on E[A] - beta KL, A = (1, 0, -1)."""
+
+    def trained(beta: float, lr: float) -> tuple[list[float], float, float]:
+        z = [0.0, 0.0, 0.0]
+        for _ in range(2):
+            p = [math.exp(x) / sum(map(math.exp, z)) for x in z]
+            gain = p[0] - p[2]
+            kl = sum(q * math.log(3.0 * q) for q in p)
+            z = [x + lr * q * (a - gain - beta * (math.log(3.0 * q) - kl)) for x, q, a in zip(z, p, (1, 0, -1), strict=True)]
+        p = [math.exp(x) / sum(map(math.exp, z)) for x in z]
+        return p, sum(q * math.log(3.0 * q) for q in p), math.hypot(*z)
+
+    _, kl, first = trained(0.001, 1.0)
+    assert kl == close(0.1358551, 1e-7)
+    for r, want, want_kl, total, by_beta in (
+        (1, (0.4464036, 0.3169573, 0.2366391), 0.0333446, 0.4875345, 0.9750690),
+        (2, (0.3785981, 0.3305184, 0.2908836), 0.0057805, 0.2022680, 0.8090722),
+    ):
+        beta, lr = trust_region.retry_penalty(0.001, r), trust_region.retry_lr(1.0, r)
+        assert (beta, lr) == {1: (close(0.5), 0.5), 2: (close(5.0), 0.25)}[r]
+        p, kl, moved = trained(beta, lr)
+        assert p == close(list(want), 1e-7) and kl == close(want_kl, 1e-7)
+        assert trust_region.shrinkage(first, moved, lr) == close((total, lr, by_beta), 1e-7)
+
+
+def test_g27_a_retry_raises_the_penalty_tenfold_and_halves_the_lr() -> None:
+    assert [trust_region.retry_penalty(0.001, r) for r in (1, 2)] == close([0.5, 5.0])
+    assert [trust_region.retry_penalty(0.2, r) for r in (1, 2)] == close([2.0, 10.0])
+    assert [trust_region.retry_lr(1e-3, r) for r in (1, 2, 3)] == close([5e-4, 2.5e-4, 1.25e-4], 1e-12)
+
+
+def test_g38_the_greedy_gain() -> None:
+    kappa, gain = trust_region.greedy_gain(row(1, 2)[0], row(1, 4)[0], delta=0.02, eps=0.0)
+    assert kappa == close(2.0) and gain == close(0.2828427, 1e-7)
+
+
+def test_g48_the_budget_follows_the_squared_gain() -> None:
+    assert trust_region.allocate_radius_continuous((2.0, 1.0), 0.10) == close((0.08, 0.02), 1e-12)
+
+
 def test_g27_the_penalty_doubles_on_failure_and_halves_when_relaxed() -> None:
     beta, path = 0.001, []
     for _ in range(5):
@@ -366,6 +456,10 @@ def test_g10_occupancy_penalty(gamma: float, delta: float, printed: float, trpo:
     # The table rounds to its last digit: half a unit of it is the tolerance.
     assert certificate.occupancy_penalty_printed(delta, gamma=gamma, a_max=5.0) == close(printed, tolerance / 2)
     assert certificate.occupancy_penalty_trpo(delta, gamma=gamma, a_max=5.0) == close(trpo)
+
+
+def test_g39_the_drift_constant() -> None:
+    assert certificate.teamtr_drift(gamma=0.99, a_max=5.0) == close(70003.571, 5e-4)
 
 
 @pytest.mark.parametrize(("delta", "alpha"), [(0.01, 0.0707107), (1.0, 0.7071068), (1.6, 0.8933664), (2.0, 0.9298735)])

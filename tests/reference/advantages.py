@@ -75,3 +75,21 @@ def decided_prompts(rewards: Sequence[float], groups: Sequence[str]) -> int:
         above += own > mean
         below += own < mean
     return min(above, below)
+
+
+def truncated_trace(
+    rewards: Sequence[float], values: Sequence[float], ratios: Sequence[float], *, gamma: float, lam: float
+) -> list[float]:
+    """A_t = sum_{k >= t} d_k prod_{j = t+1..k} gamma lam min(1, rho_j), d_k = r_k + gamma V_{k+1} - V_k (F2, unrolled)."""
+    n = len(values)
+    after = [*values[1:], 0.0]
+    d = [rewards[k] + gamma * after[k] - values[k] for k in range(n)]
+    return [
+        math.fsum(d[k] * math.prod(gamma * lam * min(1.0, ratios[j]) for j in range(t + 1, k + 1)) for k in range(t, n))
+        for t in range(n)
+    ]
+
+
+def effective_sample_share(weights: Sequence[float]) -> float:
+    """(sum w)^2 / (B sum w^2)."""
+    return math.fsum(weights) ** 2 / (len(weights) * math.fsum(w * w for w in weights))

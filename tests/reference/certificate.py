@@ -95,3 +95,8 @@ def discount_at(gamma: float, n: int) -> float:
     for _ in range(n):
         out *= gamma
     return out
+
+
+def teamtr_drift(*, gamma: float, a_max: float) -> float:
+    """2 gamma/(1-gamma)^2 A_max sqrt(delta/2) at delta = 1: the drift cost c sqrt(delta) has the printed form (3.2)."""
+    return occupancy_penalty_printed(1.0, gamma=gamma, a_max=a_max)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -187,3 +188,39 @@ def greedy_exact_steps(p0: float, p1: float, *, delta: float, direction: str) ->
         share = bisect(lambda s, here=here: moved(here, here + s * (p1 - here)) - delta, 0.0, 1.0)
         p = here + share * (p1 - here)
     return steps
+
+
+def retry(beta: float, lr: float, r: int) -> tuple[float, float]:
+    """beta_r = min(10, max(beta, .05) 10^r) and lr_r = lr / 2^r, one factor at a time (2.5)."""
+    beta_r, lr_r = (beta if beta > 0.05 else 0.05), lr
+    for _ in range(r):
+        beta_r, lr_r = beta_r * 10, lr_r / 2
+    return min(10.0, beta_r), lr_r
+
+
+def greedy_gain(gradient: Sequence[float], fisher: Sequence[float], *, delta: float, eps: float) -> float:
+    """max sum_p g_p x_p over sum_p (f_p + eps) x_p^2 / 2 <= delta: by Lagrange, x = t g/(f + eps), t at the boundary."""
+    direction = [g / (f + eps) for g, f in zip(gradient, fisher, strict=True)]
+    size = math.fsum((f + eps) * x * x for f, x in zip(fisher, direction, strict=True)) / 2.0
+    if size == 0.0:
+        return 0.0
+    return math.sqrt(delta / size) * math.fsum(g * x for g, x in zip(gradient, direction, strict=True))
+
+
+def allocate_radius(kappas: Sequence[float], *, total: int, most: int) -> float:
+    """The largest sum of kappa_j sqrt(quanta_j) over all ways to give out at most `total` quanta, 1..most each."""
+    return max(
+        math.fsum(k * math.sqrt(q) for k, q in zip(kappas, quanta, strict=True))
+        for quanta in itertools.product(range(1, most + 1), repeat=len(kappas))
+        if sum(quanta) <= total
+    )
+
+
+def allocate_radius_continuous(kappas: Sequence[float], budget: float) -> list[float]:
+    """delta_j at which all marginal gains kappa_j / (2 sqrt(delta_j)) equal one multiplier, found by bisection."""
+
+    def spent(mu: float) -> float:
+        return math.fsum((k / (2.0 * mu)) ** 2 for k in kappas)
+
+    mu = bisect(lambda mu: budget - spent(mu), 1e-12 * max(kappas), 1e12 * max(kappas))
+    return [(k / (2.0 * mu)) ** 2 for k in kappas]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from dataclasses import replace
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -16,63 +17,119 @@ class _Options(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-PRESETS: Mapping[str, tuple[str, str, str]] = {
-    "grpo_dis": ("dis", "tight", "group"),
-    "grpo": ("ppo", "none", "group"),
-    "sequence": ("sequence", "none", "group"),
-}
-"""Preset -> (weight, band, baseline), ALGORITHMS 4.8; `sequence` is the published SAT objective (F6)."""
+class Choice(NamedTuple):
+    """The columns of ALGORITHMS 4.8, by name."""
 
-LATER_PRESETS = ("sao", "gspo", "flash_reinforce", "dppo", "m2po", "reinforce_is", "troll")
+    weight: str
+    mask: str
+    level: Literal["token", "sequence"]
+    baseline: str
+
+
+PRESETS: Mapping[str, Choice] = {
+    "grpo_dis": Choice("dis", "none", "token", "group"),
+    "grpo": Choice("ppo", "none", "token", "group"),
+    "gspo": Choice("gspo", "none", "sequence", "group"),
+    "flash_reinforce": Choice("is", "sequence_trust", "sequence", "batch_mean"),
+    "dppo": Choice("is", "probability", "token", "group"),
+    "m2po": Choice("is", "second_moment", "token", "group"),
+    "reinforce_is": Choice("is", "none", "token", "batch_mean"),
+    "sequence": Choice("sequence", "none", "sequence", "group"),
+}
+"""Preset -> its choices (ALGORITHMS 4.8); `sequence` is the published SAT objective (F6)."""
+
+MASKS: Mapping[str, losses.ProbabilityDifference | losses.BinaryKl | losses.SecondMoment | losses.SequenceTrust] = {
+    "probability": losses.ProbabilityDifference(),
+    "probability_symmetric": losses.ProbabilityDifference(limit=0.2, form="symmetric"),
+    "binary_kl": losses.BinaryKl(),
+    "second_moment": losses.SecondMoment(),
+    "sequence_trust": losses.SequenceTrust(),
+}
+"""Masks with a limit, at their published one."""
+
+LATER_PRESETS = ("sao", "troll")
 LATER_BASELINES = ("critic", "running_mean")
 """Names from the specification that this version refuses."""
 
 
 class ObjectiveOptions(_Options):
-    """The loss as weight x band x baseline; a preset fixes all three, single keys override it."""
+    """The loss as weight x mask x level, and its baseline; a preset fixes all four, single keys override it."""
 
-    preset: Literal["grpo_dis", "grpo", "sequence"] = Field(
-        default="grpo_dis", description="weight, band and baseline at once"
+    preset: Literal["grpo_dis", "grpo", "gspo", "flash_reinforce", "dppo", "m2po", "reinforce_is", "sequence"] = Field(
+        default="grpo_dis", description="weight, mask, level and baseline at once"
     )
-    weight: Literal["preset", "dis", "ppo", "sequence"] = Field(default="preset", description="how a token's ratio enters")
-    band: Literal["preset", "tight", "reasoning", "coding"] = Field(
-        default="preset",
-        description="ratio band of weight `dis`: tight (.8, 1.25), reasoning (.7, 6), coding (.2, 4), strict",
+    weight: Literal["preset", "dis", "is", "ppo", "gspo", "sequence"] = Field(
+        default="preset", description="how the ratio of a token (gspo, sequence: of an episode's own tokens) enters"
     )
-    clip: float = Field(default=0.2, gt=0, lt=1, description="clip of the ratio for weights `ppo` and `sequence`")
+    mask: Literal[
+        "preset", "none", "band", "probability", "probability_symmetric", "binary_kl", "second_moment", "sequence_trust"
+    ] = Field(default="preset", description="which tokens are kept out of the step (they stay in its denominator)")
+    level: Literal["preset", "token", "sequence"] = Field(
+        default="preset", description="mean over tokens, or over episodes of the mean over their own tokens"
+    )
     baseline: Literal["preset", "group", "loo", "batch_mean"] = Field(
         default="preset", description="what an advantage is relative to"
+    )
+    band: Literal["preset", "tight", "reasoning", "coding"] = Field(
+        default="preset",
+        description="ratio band of weight `dis` or mask `band`: tight (.8, 1.25; the preset's), reasoning (.7, 6), "
+        "coding (.2, 4), strict",
+    )
+    clip: float = Field(default=0.2, gt=0, lt=1, description="clip of the ratio for weights `ppo`, `gspo` and `sequence`")
+    cap: Literal["preset", "none"] | Annotated[float, Field(ge=1)] = Field(
+        default="preset", description="largest ratio of weight `is`; preset: 20 for `dppo`, none for the others"
+    )
+    limit: Literal["preset"] | Annotated[float, Field(gt=0)] = Field(
+        default="preset",
+        description="limit of the mask; preset: .15 (probability), .2 (probability_symmetric), .05 nats (binary_kl), "
+        ".04 (second_moment), .003 nats (sequence_trust)",
     )
     advantage_clip: float = Field(default=5.0, gt=0, description="largest absolute group-normalised advantage (F5)")
 
     @property
-    def resolved(self) -> tuple[str, str, str]:
-        """(weight, band, baseline) with the preset filled in."""
-        weight, band, baseline = PRESETS[self.preset]
-        weight = weight if self.weight == "preset" else self.weight
-        if weight != "dis":
-            band = "none"
-        elif self.band != "preset":
-            band = self.band
-        elif band == "none":
-            band = "tight"
-        return weight, band, baseline if self.baseline == "preset" else self.baseline
+    def choice(self) -> Choice:
+        """The four choices with the preset filled in."""
+        preset = PRESETS[self.preset]
+        return Choice(
+            weight=preset.weight if self.weight == "preset" else self.weight,
+            mask=preset.mask if self.mask == "preset" else self.mask,
+            level=preset.level if self.level == "preset" else self.level,
+            baseline=preset.baseline if self.baseline == "preset" else self.baseline,
+        )
 
     @model_validator(mode="after")
     def _no_unread_key(self) -> ObjectiveOptions:
-        weight = self.resolved[0]
-        if self.band != "preset" and weight != "dis":
-            raise ValueError(f"band = '{self.band}' has no effect with weight '{weight}'; remove it or set weight = 'dis'")
-        if self.clip != type(self).model_fields["clip"].default and weight == "dis":
-            raise ValueError("clip has no effect with weight 'dis'; remove it or set weight = 'ppo' or 'sequence'")
+        weight, mask, _, baseline = self.choice
+        here = f"weight '{weight}', mask '{mask}' and baseline '{baseline}'"
+        if weight == "dis" and mask == "band":
+            raise ValueError("mask = 'band' has no effect with weight 'dis', which has that band; use weight = 'is'")
+        for name, is_read, remedy in (
+            ("band", weight == "dis" or mask == "band", "weight = 'dis' or mask = 'band'"),
+            ("clip", weight in ("ppo", "gspo", "sequence"), "weight = 'ppo', 'gspo' or 'sequence'"),
+            ("cap", weight == "is", "weight = 'is'"),
+            ("limit", mask in MASKS, f"mask to one of {', '.join(MASKS)}"),
+            ("advantage_clip", baseline == "group", "baseline = 'group'"),
+        ):
+            value = getattr(self, name)
+            if value != type(self).model_fields[name].default and not is_read:
+                raise ValueError(f"{name} = {value!r} has no effect with {here}; remove it or set {remedy}")
         return self
 
-    def weight_of(self) -> losses.Weight:
-        """The core's weight of these options."""
-        weight, band, _ = self.resolved
-        if weight == "dis":
-            return losses.Dis(band=losses.BANDS[band])
-        return losses.Ppo(clip=self.clip) if weight == "ppo" else losses.SequenceRatio(clip=self.clip)
+    def loss(self, *, penalty: float) -> losses.Objective:
+        """The core's objective of these options, with the KL coefficient beta."""
+        weight, mask, level, _ = self.choice
+        band = losses.BANDS["tight" if self.band == "preset" else self.band]
+        cap = (20.0 if self.preset == "dppo" else None) if self.cap == "preset" else self.cap
+        weights: Mapping[str, losses.Weight] = {
+            "dis": losses.Dis(band=band),
+            "is": losses.Is(cap=None if cap == "none" else cap),
+            "ppo": losses.Ppo(clip=self.clip),
+            "gspo": losses.Gspo(clip=self.clip),
+            "sequence": losses.SequenceRatio(clip=self.clip),
+        }
+        masks: Mapping[str, losses.Mask | None] = {"none": None, "band": band, **MASKS}
+        chosen = masks[mask] if self.limit == "preset" else replace(MASKS[mask], limit=self.limit)
+        return losses.Objective(weight=weights[weight], penalty=penalty, mask=chosen, level=level)
 
 
 class PenaltyOptions(_Options):
@@ -205,7 +262,7 @@ class SatOptions(_Options):
         for size in (8,) if self.group == "auto" else (self.group,):
             if size < 1:
                 raise ValueError(f"group = {size}: a prompt needs at least one episode")
-            if size < 2 and self.objective.resolved[2] != "batch_mean":
+            if size < 2 and self.objective.choice.baseline != "batch_mean":
                 raise ValueError(
                     f"group = {size}: this baseline compares siblings; use 2 or more, or objective.baseline = 'batch_mean'"
                 )

@@ -1,12 +1,13 @@
 """How much better an episode was than its baseline (ALGORITHMS 2.3, 4.8).
 
-Axes: E episodes. Rewards are team returns in reward units (F3). Failed episodes have no reward and are left
-out by the caller: a NaN here is an error, never a sample to skip, and a group that lost siblings is simply
-smaller.
+Axes: E episodes, T steps of one episode. Rewards are team returns in reward units (F3). Failed episodes have
+no reward and are left out by the caller: a NaN here is an error, never a sample to skip, and a group that lost
+siblings is simply smaller.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -106,6 +107,62 @@ def batch_mean(
     values = torch.zeros_like(own) if constant else own - own.mean()
     degenerate = n_groups if constant else 0
     return EpisodeAdvantages(values=values.to(rewards.dtype), n_groups=n_groups, degenerate_groups=degenerate)
+
+
+def truncated_trace(
+    rewards_T: Float[Tensor, " T"], values_T: Float[Tensor, " T"], ratios_T: Float[Tensor, " T"], *, gamma: float, lam: float
+) -> Float[Tensor, " T"]:
+    """A_t = d_t + gamma lam c_{t+1} A_{t+1}, d_t = r_t + gamma V_{t+1} - V_t, c = min(1, rho) (SAT paper; F2, G16).
+
+    V is the value before step t under the intermediate team, 0 after the last; rho the team ratio (F1). Ratios of
+    1 give plain GAE. c corrects the continuation only, never the law of the states: see `reuse_weights`.
+
+    Raises:
+        NonFiniteError: a reward, value or ratio is not finite.  ConfigError: gamma or lam outside [0, 1].
+    """
+    if not (0.0 <= gamma <= 1.0 and 0.0 <= lam <= 1.0):
+        raise ConfigError(f"gamma {gamma}, lam {lam}: need numbers in [0, 1]")
+    if not bool(torch.isfinite(torch.stack([rewards_T, values_T, ratios_T])).all()):
+        raise NonFiniteError("a reward, value or ratio of the trace is not finite; leave failed episodes out")
+    advantages_T = torch.zeros_like(values_T)
+    following = after = 0.0
+    for t in reversed(range(len(values_T))):
+        advantages_T[t] = rewards_T[t] + gamma * following - values_T[t] + gamma * lam * after
+        following, after = float(values_T[t]), float(ratios_T[t].clamp(max=1.0) * advantages_T[t])
+    return advantages_T
+
+
+def reuse_weights(log_ratios_E: Float[Tensor, " E"]) -> tuple[Float[Tensor, " E"], Float[Tensor, " E"]]:
+    """(w, min(1, w)) of each episode under the intermediate team, w = exp(log_ratio), in double precision.
+
+    (ALGORITHMS 2.3.) A log-ratio is the sum of log rho over ALL turns of changed teammates: earlier turns correct
+    the law of the states, later ones the return, either alone stays biased. min(1, w) multiplies the loss and is
+    itself a bias towards the team that played; `effective_sample_share` reads the untruncated weights.
+
+    Raises:
+        NonFiniteError: a log-ratio is NaN or +inf (names the episode's index); -inf is a weight of 0.
+    """
+    bad = (torch.isnan(log_ratios_E) | torch.isposinf(log_ratios_E)).nonzero()
+    if bad.numel():
+        index = int(bad[0, 0])
+        raise NonFiniteError(f"log-ratio {float(log_ratios_E[index])} of episode {index}: score its turns again")
+    weights_E = log_ratios_E.double().exp()
+    return weights_E, weights_E.clamp(max=1.0)
+
+
+def effective_sample_share(log_weights_E: Float[Tensor, " E"]) -> float:
+    """ESS/B = (sum w)^2 / (B sum w^2), from log w: no weight is too large or too small (ALGORITHMS 2.3; G34).
+
+    Raises:
+        MissingError: no episodes.  NonFiniteError: NaN, +inf, or every weight is 0.
+    """
+    if log_weights_E.numel() == 0:
+        raise MissingError("an effective sample size of no episodes; give at least one log weight")
+    logs_E = log_weights_E.double()
+    if not bool(torch.isfinite(logs_E.max())):  # a NaN is the largest of all
+        raise NonFiniteError(f"log weights up to {float(logs_E.max())}: need one that is finite, none NaN or +inf")
+    share = 2.0 * logs_E.logsumexp(0) - (2.0 * logs_E).logsumexp(0) - math.log(len(logs_E))
+    return min(1.0, math.exp(float(share)))
 
 
 def informative_share(accuracy: float, group: int) -> float:

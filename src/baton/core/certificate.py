@@ -155,6 +155,11 @@ def occupancy_penalty_trpo(delta: float, *, gamma: float, a_max: float) -> float
     return 2.0 * gamma / (1.0 - gamma) ** 2 * a_max * delta
 
 
+def teamtr_drift(*, gamma: float, a_max: float) -> float:
+    """sqrt(2) gamma/(1-gamma)^2 A_max: TeamTR's drift constant, per sqrt(nat) (ALGORITHMS 3.2; G39)."""
+    return math.sqrt(2.0) * gamma / (1.0 - gamma) ** 2 * a_max
+
+
 def discount_at(gamma: float, n: int) -> float:
     """gamma^n: what a terminal reward is worth n tokens earlier (V8; G42)."""
     return gamma**n

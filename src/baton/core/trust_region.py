@@ -1,7 +1,7 @@
 """Judging a divergence, and what follows from the judgement: penalty, learning rate, line search
-(ALGORITHMS 2.4, 2.5, 2.13).
+(ALGORITHMS 2.4, 2.5, 2.13); whom to update first and how far to let them go (2.6, 2.14).
 
-Axes: N token states, U prompts (the independent unit of every statistic).
+Axes: N token states, P parameters, U prompts (the independent unit of every statistic).
 
 The judge reads what was measured and compares; it repairs nothing. Missing, empty or NaN input is an error,
 +inf fails.
@@ -10,6 +10,7 @@ The judge reads what was measured and compares; it repairs nothing. Missing, emp
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -228,6 +229,104 @@ def next_lr(lr_now: float, *, configured: float, accepted: bool, reason: RejectR
     return lr_now / 2.0 if reason == "radius" else lr_now
 
 
+def retry_penalty(beta: float, r: int) -> float:
+    """min(10, max(beta, .05) 10^r), per nat: the KL coefficient of retry r = 1, 2, ... (ALGORITHMS 2.5; G27).
+
+    A penalty of 0 stays 0: it was left out for good.
+
+    Raises:
+        ConfigError: r below 1, or a negative beta.
+    """
+    if r < 1 or not beta >= 0.0:
+        raise ConfigError(f"retry {r} from penalty {beta}: need r >= 1 (0 is the first try) and a penalty >= 0")
+    return min(10.0, max(beta, 0.05) * 10.0**r) if beta else 0.0
+
+
+def retry_lr(lr: float, r: int) -> float:
+    """lr / 2^r: the learning rate of retry r = 1, 2, ... (ALGORITHMS 2.5).
+
+    Raises:
+        ConfigError: r below 1, or lr is not > 0.
+    """
+    if r < 1 or not lr > 0.0:
+        raise ConfigError(f"retry {r} from lr {lr}: need r >= 1 (0 is the first try) and lr > 0")
+    return lr / 2.0**r
+
+
+def shrinkage(first_norm: float, retry_norm: float, lr_ratio: float) -> tuple[float, float, float]:
+    """(total, lr, beta): total = |theta_r - theta_S| / |theta_0 - theta_S| = lr_r/lr_j times what is beta's.
+
+    (ALGORITHMS 2.5; G26b.) Norms are the masters'.
+
+    Raises:
+        DataError: not first_norm > 0, retry_norm >= 0 and lr_ratio > 0, all finite.
+    """
+    if not (0.0 < first_norm < math.inf and 0.0 <= retry_norm < math.inf and 0.0 < lr_ratio < math.inf):
+        raise DataError(f"norms {first_norm} and {retry_norm}, lr ratio {lr_ratio}: a first try moves, by finite steps")
+    total = retry_norm / first_norm
+    return total, lr_ratio, total / lr_ratio
+
+
+# ---- whose turn, and how far ---------------------------------------------------------------------------------
+
+
+def greedy_gain(
+    gradient_P: Float[Tensor, " P"], fisher_P: Float[Tensor, " P"], *, delta: float, eps: float = 1e-8
+) -> tuple[float, float]:
+    """(kappa, gain): kappa = sqrt(2 sum g^2/(f + eps)), gain = kappa sqrt(delta) (ALGORITHMS 2.6; G38).
+
+    The first-order gain attainable within KL delta: g the mean surrogate gradient, f the diagonal Fisher. A
+    heuristic: with many parameters coordinates of f near 0 and noise dominate it.
+
+    Raises:
+        NonFiniteError: an entry is not finite, or f + eps not above 0.  ConfigError: delta is not > 0.
+    """
+    if not delta > 0.0:
+        raise ConfigError(f"radius {delta}: need a number of nats > 0")
+    total = float((gradient_P.square() / (fisher_P + eps)).sum(dtype=torch.float64))
+    if not (math.isfinite(total) and bool(((fisher_P + eps > 0.0) & torch.isfinite(fisher_P)).all())):
+        raise NonFiniteError(f"sum of g^2/(f + eps) is {total}: a gradient is finite, a diagonal Fisher a mean square")
+    kappa = math.sqrt(2.0 * total)
+    return kappa, kappa * math.sqrt(delta)
+
+
+def allocate_radius(kappas: Sequence[float], *, budget: float, quantum: float, cap: float) -> tuple[float, ...]:
+    """The stage's budget of nats in quanta, each to the agent whose kappa sqrt(delta) it raises most (ALGORITHMS 2.14).
+
+    Every agent has one quantum first, so no radius is 0, and at most `cap`: what no agent may take stays unspent.
+    Ties: fewest quanta so far, then the lower index.
+
+    Raises:
+        ConfigError: the budget does not reach one quantum for each agent, or the cap not one.
+        MissingError, DataError: no agents; a kappa that is not a finite number >= 0.
+    """
+    _require_kappas(kappas)
+    # Sums of decimal quanta end a little below their whole multiples.
+    total, most = (math.floor(nats / quantum * (1.0 + 1e-9)) if quantum > 0.0 else 0 for nats in (budget, cap))
+    if most < 1 or total < len(kappas):
+        raise ConfigError(
+            f"{budget} nats in quanta of {quantum}, at most {cap} each: need one for each of {len(kappas)} agents"
+        )
+    held = [1] * len(kappas)
+    for _ in range(min(total, most * len(kappas)) - len(kappas)):
+        open_to = [j for j in range(len(kappas)) if held[j] < most]
+        held[max(open_to, key=lambda j: (kappas[j] * (math.sqrt(held[j] + 1) - math.sqrt(held[j])), -held[j], -j))] += 1
+    return tuple(quanta * quantum for quanta in held)
+
+
+def allocate_radius_continuous(kappas: Sequence[float], budget: float) -> tuple[float, ...]:
+    """budget kappa_j^2 / sum kappa^2: what maximises sum kappa_j sqrt(delta_j) (ALGORITHMS 2.14; G48).
+
+    Raises:
+        ConfigError: the budget is not > 0, or every kappa 0.  MissingError, DataError: as for `allocate_radius`.
+    """
+    _require_kappas(kappas)
+    if not (budget > 0.0 and max(kappas) > 0.0):
+        raise ConfigError(f"a budget of {budget} nats for kappas {list(kappas)}: need one above 0 of each")
+    squares = [(kappa / max(kappas)) ** 2 for kappa in kappas]
+    return tuple(budget * square / math.fsum(squares) for square in squares)
+
+
 # ---- the speed limit ---------------------------------------------------------------------------------------
 
 
@@ -303,6 +402,13 @@ def _require_share(**shares: float) -> None:
     for name, value in shares.items():
         if not 0.0 < value < 1.0:
             raise ConfigError(f"{name} {value}: need a number in (0, 1)")
+
+
+def _require_kappas(kappas: Sequence[float]) -> None:
+    if not kappas:
+        raise MissingError("radii of no agents; give the predicted gain of each")
+    if not all(0.0 <= kappa < math.inf for kappa in kappas):
+        raise DataError(f"kappas {list(kappas)}: need finite numbers >= 0")
 
 
 def _require_fit(n_states: int, message: Tensor, unit: Tensor, drawn: Tensor) -> None:

@@ -168,7 +168,8 @@ class Learner(Protocol):
     def step(self, batch: AdvantageBatch, objective: Objective, *, lr: float, anchor: Anchor | None) -> StepReport:
         """One optimiser step on the whole batch, in micro-batches whose sum equals one large batch.
 
-        `anchor` was remembered on `batch.batch` and is required when `objective.needs_kl`.
+        `anchor` was remembered on `batch.batch` and is required when `objective.needs_kl`. Where
+        `objective.needs_batch`, the whole batch is scored first and each micro-batch is given its part of `keep`.
 
         Raises:
             NonFiniteError: loss, gradient or a stepped weight is not finite (the weights may have moved: restore).

@@ -620,26 +620,29 @@ class LocalLearner:
                 raise MissingError(f"the objective's penalty for '{self.agent}' needs an anchor; remember the batch first")
             old = self._own(anchor, tokens)
         denominator = objective.denominator(tokens)
+        keep_BT = self._keep(batch, objective) if objective.needs_batch else None
         starts, counts = _state_ranges(tokens)
         self._optimizer.zero_grad(set_to_none=True)
         loss = 0.0
         diagnostics: Counter[str] = Counter()
         for rows in micro_batches(tokens, max_tokens=self.micro_tokens):
             part = batch.rows(rows)
-            ids, mask = part.batch.ids.to(self.device), part.batch.mask.to(self.device)
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.compute == "bfloat16"):
-                hidden_ND = self._train.hidden(ids[:, :-1])[mask[:, 1:]]
-                logits_NV = self._train.logits(hidden_ND)
-            log_new = divergence.log_law(logits_NV, temperature=tokens.temperature, forbidden=self._train.forbidden)
-            sampled_N = log_new.gather(1, ids[mask][:, None])[:, 0]
-            logprobs_BT = torch.zeros(mask.shape, device=self.device).masked_scatter(mask, sampled_N)
+            mask = part.batch.mask.to(self.device)
+            log_new, logprobs_BT = self._forward(part.batch)
             kl_BT = None
             if old is not None:
                 places = torch.cat([torch.arange(starts[r], starts[r] + counts[r]) for r in rows])
                 with torch.no_grad():
                     log_old = self._old_law(old, old.hidden[places.to(self.device)])
                 kl_BT = torch.zeros(mask.shape, device=self.device).masked_scatter(mask, divergence.kl(log_new, log_old))
-            term = objective(logprobs_BT, part, kl_new_old_BT=kl_BT, denominator=denominator, n_act=tokens.n_act)
+            term = objective(
+                logprobs_BT,
+                part,
+                kl_new_old_BT=kl_BT,
+                denominator=denominator,
+                n_act=tokens.n_act,
+                keep_BT=None if keep_BT is None else keep_BT[rows, : mask.shape[1]],
+            )
             term.total.backward()
             loss += float(term.total.detach())
             diagnostics.update(term.diagnostics)
@@ -726,6 +729,24 @@ class LocalLearner:
         return self._compare(batch, again, usual)
 
     # -- inside
+
+    def _forward(self, batch: TokenBatch) -> tuple[Float[Tensor, "N V"], Float[Tensor, "B T"]]:
+        """Log-laws of the masters at the action states, and the sampled tokens' log-probabilities; with gradient."""
+        ids, mask = batch.ids.to(self.device), batch.mask.to(self.device)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.compute == "bfloat16"):
+            logits_NV = self._train.logits(self._train.hidden(ids[:, :-1])[mask[:, 1:]])
+        log_new = divergence.log_law(logits_NV, temperature=batch.temperature, forbidden=self._train.forbidden)
+        sampled_N = log_new.gather(1, ids[mask][:, None])[:, 0]
+        return log_new, torch.zeros(mask.shape, device=self.device).masked_scatter(mask, sampled_N)
+
+    @torch.no_grad()
+    def _keep(self, batch: AdvantageBatch, objective: Objective) -> Bool[Tensor, "B T"]:
+        """What a mask over the whole optimiser batch keeps: one more forward, in the step's own micro-batches."""
+        logprobs_BT = torch.zeros(batch.batch.mask.shape)
+        for rows in micro_batches(batch.batch, max_tokens=self.micro_tokens):
+            _, part_BT = self._forward(batch.batch.rows(rows))
+            logprobs_BT[rows, : part_BT.shape[1]] = part_BT.cpu()
+        return objective.keep(logprobs_BT, batch)
 
     def _action_hidden(
         self, batch: TokenBatch, *, layout: Sequence[list[int]] | None = None, padding: int = 0

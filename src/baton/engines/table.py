@@ -459,7 +459,7 @@ class TableLearner:
 
     def step(self, batch: AdvantageBatch, objective: Objective, *, lr: float, anchor: Anchor | None) -> StepReport:
         tokens = batch.batch
-        names, row_N, _, token_N = self._states(tokens)
+        names, row_N, position_N, token_N = self._states(tokens)
         if not bool(batch.advantages[tokens.mask].isfinite().all()):
             raise NonFiniteError(f"an advantage of '{self._agent}' is not finite; nothing was stepped")
         old_NV: Tensor | None = None
@@ -475,6 +475,11 @@ class TableLearner:
         served_RV = self._masters_RV.to(self._dtype).double().clone().requires_grad_()
         at_N = torch.tensor([self._names[name] for name in names])
         denominator, n_act = objective.denominator(tokens), tokens.n_act
+        keep_BT: Tensor | None = None
+        if objective.needs_batch:
+            log_p_NV = log_law(served_RV.detach()[at_N], temperature=tokens.temperature)
+            sampled_N = log_p_NV.gather(1, token_N[:, None])[:, 0]
+            keep_BT = objective.keep(_scatter(sampled_N, row_N, position_N, tokens.ids.shape), batch)
         chunks = (
             [list(range(tokens.n_rows))]
             if self._micro_tokens is None
@@ -490,7 +495,14 @@ class TableLearner:
             shape = part.batch.ids.shape
             logprobs_BT = _scatter(log_p_NV.gather(1, token_N[here][:, None])[:, 0], b_N, t_N, shape)
             kl_BT = None if old_NV is None else _scatter(kl(log_p_NV, old_NV[here]), b_N, t_N, shape)
-            term = objective(logprobs_BT, part, kl_new_old_BT=kl_BT, denominator=denominator, n_act=n_act)
+            term = objective(
+                logprobs_BT,
+                part,
+                kl_new_old_BT=kl_BT,
+                denominator=denominator,
+                n_act=n_act,
+                keep_BT=None if keep_BT is None else keep_BT[chunk, : shape[1]],
+            )
             torch.autograd.backward(term.total)
             loss += float(term.total.detach())
             for name, value in term.diagnostics.items():
