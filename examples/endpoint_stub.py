@@ -1,6 +1,6 @@
 """A teammate behind an OpenAI-compatible server, in thirty lines: it answers the relay by looking the symbol up.
 
-    python examples/endpoint_stub.py 8765        # then: baton train configs/mixed.toml
+python examples/endpoint_stub.py 8765        # then: baton train configs/mixed.toml
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 def look_up(messages: list[dict[str, str]]) -> str:
-    """What the table 0>3 1>0 .. makes of the last message's first symbol; of one that it lacks, what it makes of its own first."""
+    """What the table 0>3 1>0 .. makes of the symbol that was heard; of one that it lacks, what it makes of its first."""
     table = dict(re.findall(r"(\w)>(\w)", " ".join(m["content"] for m in messages)))
     said = messages[-1]["content"].rsplit("]:", 1)[-1].strip()[:1]
     return table.get(said, next(iter(table.values()), ""))

@@ -4,7 +4,8 @@
 
 Trains configs/mixed.toml (a Qwen3 of 64,000 parameters with a character vocabulary, SmolLM2-135M with byte pairs, and
 examples/endpoint_stub.py on loopback), sends the training SIGKILL amid the sixth stage, resumes it to its end, and measures
-the team. `--quick`: a second tiny model in SmolLM2's place and two stages. The last line is JSON; exit 0 only if all bars hold.
+the team. `--quick`: a second tiny model in SmolLM2's place and two stages. The last line is JSON; the exit code is 0 only if
+all bars hold.
 """
 
 from __future__ import annotations

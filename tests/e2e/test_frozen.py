@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import worlds
 
-from baton import config, evaluate, records, run
+from baton import config, records, run
 from baton.errors import ConfigError, ModelError, TaskFault
+from baton.evaluate import evaluate
 from baton.types import Failed
 
 Answer = Callable[[list[dict[str, str]], int], str | int]
@@ -88,7 +89,7 @@ def test_a_team_with_a_frozen_teammate_resumes_and_is_evaluated(tmp_path: Path) 
     worlds.kill(settings, tmp_path / "killed", "after the record", 2)
     worlds.go_on(settings, tmp_path / "killed")
     assert worlds.final(tmp_path / "killed") == worlds.final(tmp_path / "whole")
-    report = evaluate.evaluate(tmp_path / "whole", episodes=16)
+    report = evaluate(tmp_path / "whole", episodes=16)
     assert {r["name"] for r in report["rows"]} >= {"team", "untrained team", "first replaced by chance"}
     team = run.load_team(tmp_path / "whole")
     assert [t.agent for t in team.play(team.plan.splits.test[0]).turns] == ["first", "second"]
@@ -106,7 +107,7 @@ def test_a_teammate_behind_an_endpoint_is_heard_as_text_and_the_team_learns(tmp_
         assert (turn["kind"], turn["agent"], turn["ids"], turn["logprobs"]) == ("observation", "a", [], [])
         assert turn["text"] in "01" and seen[0]["model"] == "parrot" and seen[0]["max_tokens"] == 4
         assert isinstance(seen[0]["seed"], int) and seen[0]["temperature"] == 1.0
-        report = evaluate.evaluate(tmp_path / "run", episodes=32)
+        report = evaluate(tmp_path / "run", episodes=32)
         assert report["rows"][0]["value"] > 0.7
     saved = json.loads((tmp_path / "run" / "team.json").read_text())
     assert [("weights" in a) for a in saved["agents"]] == [False, True]

@@ -21,7 +21,10 @@ from baton import assemble, cli, run
 from baton.algorithms import sat
 from baton.algorithms.acceptance import check_floor
 from baton.algorithms.sat import UpdateReport
-from baton.core.keyed import SAMPLE
+from baton.core.advantages import group
+from baton.core.batching import parts, token_batch, with_advantages
+from baton.core.keyed import SAMPLE, key
+from baton.core.losses import TIGHT, Dis, Objective
 from baton.core.trust_region import next_lr, next_penalty
 from baton.engines.engine import Completion, Request, ScoreRequest
 from baton.envs.grading import GraderPool
@@ -33,12 +36,14 @@ from baton.types import (
     AdvantageBatch,
     Episode,
     Failed,
+    Message,
     PublishProof,
     Rejected,
     Scored,
     StepReport,
     Task,
     TokenDivergence,
+    Trajectory,
     Weights,
 )
 
@@ -81,6 +86,63 @@ def test_a_lone_agent_trains_bit_for_bit_the_same_under_sat_and_independent() ->
         stage.train()
         ends.append(stage.learner("a").snapshot())
     assert worlds.same(*ends) and ends[0].steps > 0
+
+
+def test_a_team_of_one_is_trained_bit_for_bit_as_the_model_alone() -> None:
+    """No team, no protocol, no stage: requests, advantages and steps by hand, for a region that nothing leaves."""
+    settings = worlds.parity(
+        "algorithm.stages=4", "agents.a.radius={token=50.0, message_mean=50.0}", "algorithm.penalty.start=0.0", agents="a"
+    )
+    stage = worlds.world(settings)
+    stage.train()
+    alone = worlds.world(settings)
+    learner, sampler, codec = alone.learner("a"), alone.world.sampler, alone.plan.seats[0].codec
+    assert codec is not None
+
+    async def sample(requests: Sequence[Request]) -> list[Completion]:
+        return [completion async for completion in sampler.submit(requests)]
+
+    cursor = 0
+    for k in range(1, 5):
+        tasks, cursor = sat.draw_prompts(alone.world.train, cursor, 8, at=(1, "prompts", "a"))
+        asked = [
+            Request(
+                id=f"{task.id}/{sibling}",
+                agent="a",
+                slot="promoted",
+                prompt_ids=codec.encode([Message(role="user", content=task.view(0))]),
+                max_new_tokens=1,
+                temperature=1.0,
+                key=key(1, k, "a", SAMPLE, task.id, sibling, 0, "a"),
+            )
+            for task in tasks
+            for sibling in range(4)
+        ]
+        said = asyncio.run(sample(asked))
+        groups = [task.id for task in tasks for _ in range(4)]
+        answers = {t.id: t.answer for t in tasks}
+        rewards = [float(codec.decode(c.ids) == answers[g]) for c, g in zip(said, groups, strict=True)]
+        values = group(torch.tensor(rewards, dtype=torch.float64), groups).values.tolist()
+        rows = [
+            Trajectory(
+                episode_id=request.id,
+                group=g,
+                agent="a",
+                segment=0,
+                ids=request.prompt_ids + c.ids,
+                mask=(False,) * len(request.prompt_ids) + (True,),
+                behavior_logprobs=(0.0,) * len(request.prompt_ids) + c.logprobs,
+                versions=(-1,) * len(request.prompt_ids) + (k - 1,),
+            )
+            for request, c, g in zip(asked, said, groups, strict=True)
+        ]
+        batch = token_batch(rows, temperature=1.0)
+        whole = with_advantages(batch, dict(zip([r.id for r in asked], values, strict=True)), team={"a": k - 1})
+        for part in parts(whole, 2):
+            learner.step(part, Objective(weight=Dis(band=TIGHT), penalty=0.0), lr=0.2, anchor=None)
+        asyncio.run(sampler.publish("a", "promoted", learner.weights(), k))
+    assert all(isinstance(r.verdict, Accepted) and r.verdict.scale == 1.0 for r in stage.journal.reports)
+    assert learner.snapshot().steps == 8 and worlds.same(learner.snapshot(), stage.learner("a").snapshot())
 
 
 def test_with_training_off_the_same_run_scores_lower() -> None:

@@ -1,4 +1,4 @@
-"""Options of a stage: reused episodes, retries, measured and learned orders, radii by gain (ALGORITHMS 2.3, 2.5, 2.6, 2.14)."""
+"""Options of a stage: reused episodes, retries, measured and learned orders, radii by gain (ALGORITHMS 2.3-2.6, 2.14)."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ class SatOptions(_Options):
     )
     radius_allocation: Literal["uniform", "greedy"] = Field(
         default="uniform",
-        description="a stage's radii: each agent's own, or their sum shared out by predicted gain in quarters, at most 2x each",
+        description="a stage's radii: each agent's own, or their sum shared out by predicted gain, at most 2x each",
     )
     ordering_episodes: int = Field(
         default=64,

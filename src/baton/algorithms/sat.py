@@ -462,15 +462,17 @@ async def gather(
         if world.options.data != "reuse":
             return UpdateData(collected=shared.collected, probe=probe, cursor=cursor)
         changed = tuple(entry.agent for entry in position.entries if entry.word != "rejected")
-        weights = adv.reuse_weights(await log_weights(world, shared.collected.scored, changed))
+        log_ratios = await log_ratio_sums(world, shared.collected.scored, changed)
+        _, weights = adv.reuse_weights(log_ratios)
+        share = adv.effective_sample_share(log_ratios)
         reuse = Reuse(
             changed=changed,
-            effective_share=weights.effective_share,
-            mean_weight=float(weights.truncated.mean()),
-            is_resampled=weights.effective_share < world.options.reuse.ess_floor,
+            effective_share=share,
+            mean_weight=float(weights.mean()),
+            is_resampled=share < world.options.reuse.ess_floor,
         )
         if not reuse.is_resampled:
-            return UpdateData(collected=shared.collected, probe=probe, cursor=cursor, weights=weights.truncated, reuse=reuse)
+            return UpdateData(collected=shared.collected, probe=probe, cursor=cursor, weights=weights, reuse=reuse)
     prompts = world.options.episodes // world.group
     collected = await collect(world, position.team, cursor, stage=stage, who=agent, prompts=prompts, slots=slots)
     return UpdateData(collected=collected, probe=probe, cursor=collected.cursor, reuse=reuse)
