@@ -97,7 +97,9 @@ def test_the_alternatives_of_the_reference_parse_in_place_of_what_they_replace()
     for alternative in found:
         tree = the_tree()
         for table, value in alternative.items():
-            if table == "agents":
+            if isinstance(value, list):
+                tree["agents"] += value
+            elif table == "agents":
                 tree["agents"][0] |= value
             else:
                 tree[table] = value
@@ -158,6 +160,7 @@ CHANGED: Mapping[str, object] = {
     "agents.system": "Be brief.",
     "agents.max_new_tokens": 3,
     "agents.temperature": 0.7,
+    "agents.trainable": False,
     "agents.lr": 3e-4,
     "agents.warm_start.source": "dialogues.jsonl",
     "agents.warm_start.seats": "all",
@@ -173,6 +176,9 @@ CHANGED: Mapping[str, object] = {
     "algorithm.episodes": 64,
     "algorithm.group": 8,
     "algorithm.order": "static",
+    "algorithm.data": "reuse",
+    "algorithm.radius_allocation": "greedy",
+    "algorithm.backtrack.tries": 3,
     "algorithm.inner_steps": 3,
     "algorithm.min_informative": 2,
     "algorithm.objective.preset": "sequence",
@@ -239,6 +245,8 @@ def test_no_live_key_of_the_reference_is_left_out_of_that_test() -> None:
         *TAGS,
         "engine.name",  # wants table models: see the refusals below
         "agents.radius",  # has its own test below
+        "algorithm.reuse.ess_floor",  # wants data = reuse: tests/e2e/test_sat_options.py
+        "algorithm.ordering_episodes",  # wants a measured order: likewise
         "algorithm.objective.clip",  # wants weight ppo, gspo or sequence: likewise
         "algorithm.objective.cap",  # wants weight is: likewise
         "algorithm.objective.limit",  # wants a mask that has one: likewise
@@ -379,7 +387,6 @@ def test_the_config_is_refused_in_words_that_help(case: str) -> None:
 
 LATER: Mapping[str, object] = {
     "algorithm.name": "sao",
-    "algorithm.order": "greedy",
     "algorithm.objective.preset": "troll",
     "algorithm.objective.baseline": "critic",
     "gate.preset": "certified",

@@ -14,7 +14,7 @@ from typing import Any
 
 from baton import assemble, protocols
 from baton.assemble import Crew, Plan
-from baton.config import AgentOptions, Config
+from baton.config import Config
 from baton.core import scores
 from baton.core.keyed import Key, key, permutation
 from baton.engines.engine import Codec
@@ -361,14 +361,12 @@ class _Bench:
 
 
 def _only(config: Config, names: Sequence[AgentId]) -> Config:
-    """The config with one entry per name that a measurement loads (voters and lone agents are not in the file)."""
-    known = {a.name: a for a in config.agents}
-    agents = tuple(known.get(n) or _like(config.agents[-1], n) for n in names)
+    """The config with one local entry per name that a measurement loads (voters, lone agents and an endpoint's seat that
+    another model takes are not in the file)."""
+    known = {a.name: a for a in config.agents if not a.is_remote}
+    spare = list(known.values())[-1]
+    agents = tuple(known.get(n) or spare.model_copy(update={"name": n}) for n in names)
     return config.model_copy(update={"agents": agents})
-
-
-def _like(agent: AgentOptions, name: AgentId) -> AgentOptions:
-    return agent.model_copy(update={"name": name})
 
 
 def _plain(row: Row) -> Record:
