@@ -458,19 +458,19 @@ class Objective:
         The rows are whole episodes, and the whole optimiser batch where `needs_batch`.
         """
         tokens, device = batch.batch, logprobs_BT.device
-        now_BT, behavior_BT, mask_BT = logprobs_BT.detach(), tokens.behavior_logprobs.to(device), tokens.mask.to(device)
+        behavior_BT, mask_BT = tokens.behavior_logprobs.to(device), tokens.mask.to(device)
         match self.mask:
             case None:
                 return mask_BT
             case Band():
-                return band_mask(now_BT, behavior_BT, mask_BT, band=self.mask)
+                return band_mask(logprobs_BT, behavior_BT, mask_BT, band=self.mask)
             case ProbabilityDifference() | BinaryKl():
-                return dppo_mask(now_BT, behavior_BT, batch.advantages.to(device), mask_BT, rule=self.mask)
+                return dppo_mask(logprobs_BT, behavior_BT, batch.advantages.to(device), mask_BT, rule=self.mask)
             case SecondMoment(limit=limit):
-                return second_moment_mask(now_BT, behavior_BT, mask_BT, limit=limit)
+                return second_moment_mask(logprobs_BT, behavior_BT, mask_BT, limit=limit)
             case SequenceTrust(limit=limit):
                 episode_B = tokens.episode.to(device)
-                return sequence_trust_mask(now_BT, behavior_BT, mask_BT, episode_B=episode_B, limit=limit)
+                return sequence_trust_mask(logprobs_BT, behavior_BT, mask_BT, episode_B=episode_B, limit=limit)
 
     def __call__(
         self,
