@@ -612,16 +612,13 @@ def audit_lines(report: Record, *, limit: int = 50) -> list[str]:
 
 def _tolerance_lines(report: Record) -> list[str]:
     said, gaps = report["tolerances"], report["largest_gaps"]
-    floor = max((d["noise_floor"] for d in said["divergence"].values()), default=0.0)
+    floor = max(said["noise_floor"].values(), default=0.0)
     return [
         "compared within a tolerance, in nats",
-        f"  log-probs    {said['token']:.0e} a token, {said['token_mean']:.0e} in the mean; "
+        f"  log-probs    {said['token']:g} a token, {said['token_mean']:g} in the mean; "
         f"largest gap {gaps.get('log-probs', 0.0):.1e}",
-        f"  divergences  {KL_TOLERANCE}, noise floor f at most {floor:.1e}; largest gap {gaps.get('divergences', 0.0):.1e}",
+        f"  divergences  {said['divergence']} (at most {floor:.1e}); largest gap {gaps.get('divergences', 0.0):.1e}",
     ]
-
-
-KL_TOLERANCE = "1e-06 + 4 (f + sqrt(f d)) for a divergence d"
 
 
 def fault_line(fault: Record) -> str:

@@ -321,7 +321,8 @@ def write_episodes(path: Path, rows: Sequence[Record]) -> None:
 
 def _read_parquet(path: Path, schema: Any) -> Any:
     try:
-        table = pq.read_table(path)
+        # Small files: a thread pool costs more than it saves.
+        table = pq.read_table(path, use_threads=False)
     except FileNotFoundError as error:
         raise RunError(f"{path} is gone; restore it from a copy") from error
     except (OSError, pa.ArrowException) as error:
