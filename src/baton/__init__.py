@@ -6,6 +6,7 @@ from baton.errors import BatonError
 from baton.evaluate import evaluate
 from baton.run import LoadedTeam, Run, load_team, open_run, train
 from baton.types import Episode, Task
+from baton.verify import verify
 
 __all__ = [
     "BatonError",
@@ -19,4 +20,5 @@ __all__ = [
     "load_team",
     "open_run",
     "train",
+    "verify",
 ]

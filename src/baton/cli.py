@@ -4,10 +4,11 @@
     baton inspect RUN          what was accepted, shrunk or rejected, and why
     baton episodes RUN         read the conversations
     baton evaluate RUN|MODEL   scores on the test prompts, beside what they must be compared with
+    baton verify RUN           check a run from its directory alone
     baton doctor               is this machine fit, and how fast is it
 
-Exit codes: 0; 1 something failed on the way (or the doctor found a fault); 2 bad input, refused before work began;
-3 the run stalled; 130 interrupted. Bad input and known failures are one line on stderr; a traceback is a fault of ours.
+Exit codes: 0; 1 something failed on the way (or the doctor or an audit found a fault); 2 bad input, refused before work
+began; 3 the run stalled; 130 interrupted. Bad input and known failures are one line on stderr; a traceback is our fault.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from baton import doctor, records, run
 from baton.errors import BatonError, ConfigError, DataError, Interrupted, ModelError, RunError
 from baton.evaluate import evaluate, evaluate_model
 from baton.records import Record
+from baton.verify import verify
 
 FAILED, BAD_INPUT, STALLED, INTERRUPTED, NO_READER = 1, 2, 3, 130, 141
 
@@ -166,6 +168,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     _json(measure)
 
+    audit = command(
+        "verify",
+        _verify,
+        "check a run from its directory alone: weights, episodes, rewards, looks, verdicts and accuracies",
+        "baton verify runs/first",
+    )
+    audit.add_argument("run", metavar="RUN", help="run directory; nothing is written into it")
+    audit.add_argument("--updates", type=_count, metavar="N", help="look into the files of the newest N updates only")
+    audit.add_argument("--root", metavar="DIR", help="folder of the files that the config names, if not where the run was")
+    _json(audit)
+
     health = command(
         "doctor", _doctor, "check this machine for training, and measure its speed (10 s)", "baton doctor --json"
     )
@@ -303,7 +316,7 @@ def _episodes(arguments: argparse.Namespace) -> int:
     return 0
 
 
-# ---- evaluate, doctor ------------------------------------------------------------------------------------------
+# ---- evaluate, verify, doctor ------------------------------------------------------------------------------------------
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
@@ -339,6 +352,16 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     else:
         _print(show.score_lines(report))
     return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    with show.Console(sys.stderr) as console:
+        report = verify(arguments.run, updates=arguments.updates, root=arguments.root, reporter=console)
+    if arguments.json:
+        print(show.to_json(report, indent=2))
+    else:
+        _print(show.audit_lines(report))
+    return 0 if report["holds"] else FAILED
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -578,6 +578,62 @@ def _interval(low: float | None, high: float | None) -> str:
     return "-" if low is None or high is None else f"[{decimal(low)}, {decimal(high)}]"
 
 
+# ---- verification ----------------------------------------------------------------------------------------------
+
+
+def audit_lines(report: Record, *, limit: int = 50) -> list[str]:
+    """`verify` for people: one line per kind of check, what was not checked and why, and each fault in a line of its own."""
+    rows: list[Sequence[str]] = [["", "checked", "not checked", "wrong", ""]]
+    for check in report["checks"]:
+        counts = [f"{check[name]:,}" if check[name] else "-" for name in ("checked", "not_checked", "wrong")]
+        rows.append([check["check"], *counts, check["what"]])
+    lines = table(rows, right=(1, 2, 3))
+    if report["not_checked"]:
+        lines += ["", "not checked"]
+    for one in report["not_checked"]:
+        count = f"{one['count']:,} " if one["count"] else ""
+        places = (
+            f" ({', '.join(one['places'])}{', ...' if one['count'] > len(one['places']) else ''})" if one["places"] else ""
+        )
+        lines.append(f"  {count}{one['check']}: {printable(one['reason'])}{places}")
+    if report["tolerances"]:
+        lines += ["", *_tolerance_lines(report)]
+    by_check: dict[str, list[Record]] = {}
+    for fault in report["faults"]:
+        by_check.setdefault(fault["check"], []).append(fault)
+    for name, faults in by_check.items():
+        lines += ["", f"wrong: {name}", *(f"  {fault_line(fault)}" for fault in faults[:limit])]
+        if len(faults) > limit:
+            lines.append(f"  and {len(faults) - limit:,} more (--json has them all)")
+    n = len(report["faults"])
+    end = f"{n:,} fault{'' if n == 1 else 's'}" if n else "everything that was checked holds"
+    return [*lines, "", f"{report['run']}: {end}"]
+
+
+def _tolerance_lines(report: Record) -> list[str]:
+    said, gaps = report["tolerances"], report["largest_gaps"]
+    floor = max(said["noise_floor"].values(), default=0.0)
+    return [
+        "compared within a tolerance, in nats",
+        f"  log-probs    {said['token']:g} a token, {said['token_mean']:g} in the mean; "
+        f"largest gap {gaps.get('log-probs', 0.0):.1e}",
+        f"  divergences  {said['divergence']} (at most {floor:.1e}); largest gap {gaps.get('divergences', 0.0):.1e}",
+    ]
+
+
+def fault_line(fault: Record) -> str:
+    """Where, what, what was recorded and what was recomputed."""
+    place = " ".join(part for part in (fault["file"], fault["where"]) if part)
+    values = ""
+    if fault["recorded"] is not None or fault["recomputed"] is not None:
+        values = f" recorded {_value(fault['recorded'])}, recomputed {_value(fault['recomputed'])}"
+    return printable(f"{place}: {fault['what']}{values}").replace("\n", " ")
+
+
+def _value(value: Any) -> str:
+    return cut_to(to_json(value), 120)
+
+
 # ---- the doctor ------------------------------------------------------------------------------------------------
 
 

@@ -3,26 +3,31 @@
 Four baselines: the untrained team; the same model in all seats; the best single agent at an equal token budget; one model
 of the total size with full information. One that was not run says why. Every row is paired by prompt with the team's:
 same prompts, same keys.
+
+What is measured and how a row is made of it are one list here; a report that was stored in a run directory is checked by
+giving the same list the stored episodes (`baton.verify`).
 """
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from baton import assemble, protocols
+from baton import assemble, protocols, records
 from baton.assemble import Crew, Plan
 from baton.config import Config
 from baton.core import scores
 from baton.core.keyed import Key, key, permutation
-from baton.engines.engine import Codec
-from baton.errors import ConfigError
+from baton.engines.engine import Codec, Sampler
+from baton.errors import ConfigError, RunError
 from baton.protocols import ChainOptions, VoteOptions
 from baton.records import Record
 from baton.rollout import Play, Seat, Substitute, Table
-from baton.run import Reporter, Silent, complete, open_run
+from baton.run import Reporter, Run, Silent, complete, open_run
 from baton.types import AgentId, Episode, Failed, Task
 
 
@@ -43,6 +48,8 @@ class Row:
     difference: tuple[float, float, float] | None = None
     """Team minus this row, paired by prompt, with its 95 % interval."""
     note: str = ""
+    measurement: str = ""
+    """Which episodes it rests on; empty where nothing was run."""
 
 
 def evaluate(
@@ -54,7 +61,7 @@ def evaluate(
     full_information: str | None = None,
     reporter: Reporter | None = None,
 ) -> Record:
-    """Evaluate a run's promoted team on its `test` prompts.
+    """Evaluate a run's promoted team on its `test` prompts. Report and episodes are stored in the run, if it can be written.
 
     Args:
         k: episodes per prompt; reports avg@k and the unbiased pass@k of k team episodes.
@@ -62,32 +69,69 @@ def evaluate(
         baselines: also run the seats' ablations and the four baselines.
         full_information: a model to run as the "one model of the total size"; it is asked the whole question.
     """
+    reporter = reporter or Silent()
     run = open_run(path)
     plan = assemble.prepare(run.config, root=Path(run.start["root"]))
     assemble.set_threads(plan.config, plan.parameters)
-    now = {name: run.folder(name) for name in plan.local}
+    versions = dict(run.position.team.versions)
+    now = {name: run.folder(name, versions[name]) for name in plan.local}
     start = {name: run.folder(name, 0) for name in plan.local}
-    bench = _Bench(plan, k=k, episodes=episodes, reporter=reporter or Silent())
+    bench = Bench(plan, k=k, episodes=episodes, reporter=reporter)
     try:
-        team = bench.measure("team", bench.seated(now), now)
-        rows = [bench.row(team)]
-        if baselines:
-            rows += _ablations(bench, team, now)
-        untrained = bench.measure("untrained team", bench.seated(start), start)
-        rows.insert(1, bench.row(untrained, team))
-        if baselines:
-            rows += _baselines(bench, team, now, full_information)
+        rows = report_rows(bench, now, start, baselines=baselines, full_information=full_information)
     finally:
         bench.close()
-    return {
+    report: Record = {
         "run": str(run.path),
+        "time": time.time(),
         "k": k,
         "prompts": len(bench.tasks),
         "temperature": plan.config.eval.temperature,
         "facts": dict(plan.env.facts(len(plan.seats))),
-        "versions": {m.agent: m.version for m in run.position.team.members},
-        "rows": [_plain(row) for row in rows],
+        "versions": versions,
+        "baselines": baselines,
+        "full_information": full_information,
+        "rows": [row_record(row) for row in rows],
     }
+    return report | {"file": _store(run, bench, report, reporter)}
+
+
+def _store(run: Run, bench: Bench, report: Record, reporter: Reporter) -> str | None:
+    """Write the report and every episode under it into the run; None, and a line, where the run cannot be written."""
+    folder = run.path / "evaluations"
+    prompts = {task.id: task.prompt for task in bench.tasks}
+    played = [row for r in bench.results for row in records.episode_rows(r.episodes, use=r.name, prompts=prompts)]
+    try:
+        folder.mkdir(exist_ok=True)
+        number = 1 + max((int(path.stem) for path in folder.iterdir() if path.stem.isdecimal()), default=0)
+        # The report comes last: a report that is there has its episodes.
+        records.write_episodes(folder / f"{number:03d}.parquet", played)
+        text = json.dumps({"schema": records.SCHEMA, **report}, indent=2, ensure_ascii=False) + "\n"
+        records.write_text(folder / f"{number:03d}.json", text)
+    except (OSError, RunError) as error:
+        reporter.say(f"not stored in the run, which cannot be written: {error}")
+        return None
+    return f"evaluations/{number:03d}.json"
+
+
+def report_rows(
+    bench: Bench,
+    now: Mapping[AgentId, Path],
+    start: Mapping[AgentId, Path],
+    *,
+    baselines: bool,
+    full_information: str | None,
+) -> list[Row]:
+    """Every row of a run's report: the team (`now`: its folders), the untrained one, the ablations and the baselines."""
+    team = bench.measure("team", bench.seated(now), now)
+    rows = [bench.row(team)]
+    if baselines:
+        rows += _ablations(bench, team, now)
+    untrained = bench.measure("untrained team", bench.seated(start), start)
+    rows.insert(1, bench.row(untrained, team))
+    if baselines:
+        rows += _baselines(bench, team, now, full_information)
+    return rows
 
 
 def evaluate_model(
@@ -97,7 +141,7 @@ def evaluate_model(
     lone = config.model_copy(update={"agents": tuple(a.model_copy(update={"warm_start": None}) for a in config.agents)})
     plan = assemble.prepare(lone, root=root)
     assemble.set_threads(plan.config, plan.parameters)
-    bench = _Bench(plan, k=k, episodes=episodes, reporter=reporter or Silent())
+    bench = Bench(plan, k=k, episodes=episodes, reporter=reporter or Silent())
     try:
         name = plan.config.agents[-1].name
         folder, codec, parameters = assemble.load_base(spec, seed=config.seed)
@@ -111,11 +155,11 @@ def evaluate_model(
         "prompts": len(bench.tasks),
         "temperature": config.eval.temperature,
         "facts": dict(plan.env.facts(len(config.agents))),
-        "rows": [_plain(row)],
+        "rows": [row_record(row)],
     }
 
 
-def _ablations(bench: _Bench, team: _Result, now: Mapping[AgentId, Path]) -> list[Row]:
+def _ablations(bench: Bench, team: Result, now: Mapping[AgentId, Path]) -> list[Row]:
     """The team with each seat in turn replaced by an uninformed message; played with the weights that are loaded already."""
     plan = bench.plan
     rows: list[Row] = []
@@ -133,7 +177,7 @@ def _ablations(bench: _Bench, team: _Result, now: Mapping[AgentId, Path]) -> lis
     return rows
 
 
-def _baselines(bench: _Bench, team: _Result, now: Mapping[AgentId, Path], full_information: str | None) -> list[Row]:
+def _baselines(bench: Bench, team: Result, now: Mapping[AgentId, Path], full_information: str | None) -> list[Row]:
     seats = [seat.agent for seat in bench.plan.seats]
     rows: list[Row] = []
     # The same model in all seats: the best of the agents, each with the seats' own roles.
@@ -150,11 +194,11 @@ def _baselines(bench: _Bench, team: _Result, now: Mapping[AgentId, Path], full_i
     return rows
 
 
-def _best_single(bench: _Bench, team: _Result, now: Mapping[AgentId, Path]) -> Row:
+def _best_single(bench: Bench, team: Result, now: Mapping[AgentId, Path]) -> Row:
     """The best over agents of the better of (a) one answer with n times the tokens, (b) the majority of n answers, each
     agent asked the whole question (ALGORITHMS 3.8)."""
     n = len(bench.plan.seats)
-    found: list[tuple[str, _Result]] = []
+    found: list[tuple[str, Result]] = []
     for name, folder in now.items():
         codec = bench.plan.codecs[name]
         longer = bench.measure(
@@ -170,29 +214,32 @@ def _best_single(bench: _Bench, team: _Result, now: Mapping[AgentId, Path]) -> R
     return replace(bench.row(result, team), name="best single agent, equal tokens", note=what)
 
 
-def _full_information(bench: _Bench, team: _Result, spec: str | None) -> Row:
-    name = "one model of the total size, full information"
+FULL_INFORMATION = "one model of the total size, full information"
+
+
+def _full_information(bench: Bench, team: Result, spec: str | None) -> Row:
     total = sum(bench.plan.parameters.values())
     if spec is None:
         return Row(
-            name=name,
+            name=FULL_INFORMATION,
             value=None,
             note=f"not run: give a model of about {total:,} parameters with --full-information"
             if total
             else "not run: tables have no parameters to match",
         )
-    folder, codec, parameters = assemble.load_base(spec, seed=bench.plan.config.seed)
+    folder, codec, parameters = bench.outside(spec)
     agent = bench.plan.config.agents[-1].name
-    result = bench.measure(spec, bench.alone(agent, codec, len(bench.plan.seats)), {agent: folder}, whole_question=True)
+    lineup = bench.alone(agent, codec, len(bench.plan.seats))
+    result = bench.measure(FULL_INFORMATION, lineup, {agent: folder}, whole_question=True)
     note = f"{spec}, {parameters:,} parameters (the team has {total:,})"
-    return replace(bench.row(result, team), name=name, note=note)
+    return replace(bench.row(result, team), note=note)
 
 
 # ---- the bench -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Lineup:
+class Lineup:
     """Seats and rules of one measurement."""
 
     seats: tuple[Seat, ...]
@@ -200,7 +247,25 @@ class _Lineup:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Result:
+class Measurement:
+    """What is played under one name: who with which weights (a folder per seat's agent), on what."""
+
+    name: str
+    lineup: Lineup
+    folders: Mapping[AgentId, Path]
+    plays: Sequence[Play]
+    substitute: Substitute | None
+
+    @property
+    def versions(self) -> Mapping[AgentId, int]:
+        """Version of the weights behind each seat's agent."""
+        return {seat.agent: records.version_of(self.folders[seat.agent]) for seat in self.lineup.seats}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """The episodes of a measurement and their means."""
+
     name: str
     per_prompt: tuple[float, ...]
     """Mean reward of each prompt's k episodes; a prompt whose episodes all failed is left out (None in `kept`)."""
@@ -213,7 +278,7 @@ class _Result:
         return sum(self.per_prompt) / max(1, len(self.per_prompt))
 
 
-class _Bench:
+class Bench:
     """The same prompts and keys for every measurement of one evaluation."""
 
     def __init__(self, plan: Plan, *, k: int, episodes: int | None, reporter: Reporter) -> None:
@@ -225,6 +290,7 @@ class _Bench:
         order = permutation(key(plan.config.seed, "test"), len(plan.splits.test))
         self.tasks = [plan.splits.test[i] for i in order[:wanted]]
         self.plan, self.k, self.reporter = plan, k, reporter
+        self.results: list[Result] = []
         self._pool = assemble.grader_pool(plan)
         self._loaded: tuple[dict[AgentId, Path], Crew] | None = None
 
@@ -235,73 +301,48 @@ class _Bench:
     def _seat(self, seat: Seat, **changes: Any) -> Seat:
         return replace(seat, temperature=self.plan.config.eval.temperature, **changes)
 
-    def seated(self, folders: Mapping[AgentId, Path], everyone: AgentId | None = None) -> _Lineup:
+    def seated(self, folders: Mapping[AgentId, Path], everyone: AgentId | None = None) -> Lineup:
         """The team in its seats, or one agent's model in all of them."""
         codec = None if everyone is None else self.plan.codecs[everyone]
-        return _Lineup(
+        return Lineup(
             seats=tuple(
                 self._seat(s) if codec is None else self._seat(s, codec=codec, speaker=None) for s in self.plan.seats
             ),
             protocol=self.plan.protocol,
         )
 
-    def alone(self, name: AgentId, codec: Codec, times: int) -> _Lineup:
+    def alone(self, name: AgentId, codec: Codec, times: int) -> Lineup:
         """One agent that is asked the whole question and may use `times` a seat's tokens."""
         protocol = protocols.build(ChainOptions(), 1)
         last = self.plan.seats[-1]
         system = "" if not last.system else protocol.default_system(0)
         longest = max(s.max_new_tokens for s in self.plan.seats)
         seat = self._seat(last, agent=name, codec=codec, speaker=None, system=system, max_new_tokens=longest * times)
-        return _Lineup(seats=(seat,), protocol=protocol)
+        return Lineup(seats=(seat,), protocol=protocol)
 
-    def voting(self, name: AgentId, codec: Codec, n: int) -> _Lineup:
+    def voting(self, name: AgentId, codec: Codec, n: int) -> Lineup:
         """n answers of one agent and their majority."""
         protocol = protocols.build(VoteOptions(), n)
         one = self.alone(name, codec, 1).seats[0]
-        return _Lineup(seats=tuple(replace(one, agent=f"{name}-{i + 1}") for i in range(n)), protocol=protocol)
+        return Lineup(seats=tuple(replace(one, agent=f"{name}-{i + 1}") for i in range(n)), protocol=protocol)
 
     def measure(
         self,
         name: str,
-        lineup: _Lineup,
+        lineup: Lineup,
         folders: Mapping[AgentId, Path],
         *,
         substitute: Substitute | None = None,
         whole_question: bool = False,
-    ) -> _Result:
+    ) -> Result:
         """k episodes on each test prompt."""
-        plan = self.plan
-        crew = self._crew(folders)
-        table = Table(
-            seats=lineup.seats,
-            protocol=lineup.protocol,
-            sampler=crew.sampler,
-            grade=assemble.grader(plan, self._pool),
-            normalise=plan.env.normalise,
-        )
         tasks = [replace(t, views=()) for t in self.tasks] if whole_question else self.tasks
         plays = [Play(task=task, sibling=i) for task in tasks for i in range(self.k)]
-        total = len(plays) * len(lineup.seats) * lineup.protocol.own_turns
-        done = [0]
-
-        def tick() -> None:
-            done[0] += 1
-            self.reporter.progress(name, min(done[0], total), total)
-
-        async def run() -> list[Episode]:
-            return await table.play(
-                plays,
-                address=(plan.config.seed, "evaluate"),
-                versions={seat.agent: 0 for seat in lineup.seats},
-                substitute=substitute,
-                tick=tick,
-            )
-
-        episodes = complete(run())
+        episodes = self.play(Measurement(name=name, lineup=lineup, folders=folders, plays=plays, substitute=substitute))
         means: list[float] = []
         kept: list[int] = []
         passes: list[float] = []
-        high = plan.env.reward_range[1]
+        high = self.plan.env.reward_range[1]
         for p in range(len(tasks)):
             rewards = [e.reward for e in episodes[p * self.k : (p + 1) * self.k] if e.is_scored]
             if rewards:
@@ -312,13 +353,55 @@ class _Bench:
         if not means:
             reasons = [e.outcome.reason for e in episodes if isinstance(e.outcome, Failed)]
             raise ConfigError(f"{name}: all {len(episodes)} episodes failed; first: {reasons[0]}")
-        return _Result(
+        result = Result(
             name=name,
             per_prompt=tuple(means),
             kept=tuple(kept),
             episodes=tuple(episodes),
             pass_at_k=sum(passes) / len(passes) if self.k > 1 else None,
         )
+        self.results.append(result)
+        return result
+
+    @property
+    def address(self) -> tuple[str | int, ...]:
+        """Where every key of an evaluation begins."""
+        return (self.plan.config.seed, "evaluate")
+
+    def table(self, measurement: Measurement, sampler: Sampler) -> Table:
+        """The table that a measurement is played at."""
+        return Table(
+            seats=measurement.lineup.seats,
+            protocol=measurement.lineup.protocol,
+            sampler=sampler,
+            grade=assemble.grader(self.plan, self._pool),
+            normalise=self.plan.env.normalise,
+        )
+
+    def outside(self, spec: str) -> tuple[Path, Codec, int]:
+        """(folder, codec, parameters) of a model that is none of the team's."""
+        return assemble.load_base(spec, seed=self.plan.config.seed)
+
+    def play(self, measurement: Measurement) -> Sequence[Episode]:
+        """The episodes of a measurement."""
+        crew = self._crew(measurement.folders)
+        total = len(measurement.plays) * len(measurement.lineup.seats) * measurement.lineup.protocol.own_turns
+        done = [0]
+
+        def tick() -> None:
+            done[0] += 1
+            self.reporter.progress(measurement.name, min(done[0], total), total)
+
+        async def run() -> list[Episode]:
+            return await self.table(measurement, crew.sampler).play(
+                measurement.plays,
+                address=self.address,
+                versions=measurement.versions,
+                substitute=measurement.substitute,
+                tick=tick,
+            )
+
+        return complete(run())
 
     def _crew(self, folders: Mapping[AgentId, Path]) -> Crew:
         """These agents, loaded; those of the measurement before are kept where they are the same."""
@@ -328,13 +411,14 @@ class _Bench:
 
             async def publish() -> None:
                 for agent, folder in folders.items():
-                    await loaded.sampler.publish(agent, "promoted", loaded.load(folder), 0)
+                    version = records.version_of(folder)
+                    await loaded.sampler.publish(agent, "promoted", loaded.load(folder), version)
 
             complete(publish())
             self._loaded = (dict(folders), loaded)
         return self._loaded[1]
 
-    def row(self, result: _Result, team: _Result | None = None) -> Row:
+    def row(self, result: Result, team: Result | None = None) -> Row:
         """A result as a line, paired with the team's where it is given."""
         interval = scores.mean_interval(result.per_prompt)
         turns = [t for e in result.episodes for t in e.turns]
@@ -357,6 +441,7 @@ class _Bench:
             cut=sum(t.cut for t in turns) / max(1, len(turns)),
             failed=sum(not e.is_scored for e in result.episodes),
             difference=difference,
+            measurement=result.name,
         )
 
 
@@ -369,7 +454,8 @@ def _only(config: Config, names: Sequence[AgentId]) -> Config:
     return config.model_copy(update={"agents": agents})
 
 
-def _plain(row: Row) -> Record:
+def row_record(row: Row) -> Record:
+    """A row as a report holds it."""
     return {
         "name": row.name,
         "value": row.value,
@@ -382,4 +468,5 @@ def _plain(row: Row) -> Record:
         "failed": row.failed,
         "difference": list(row.difference) if row.difference else None,
         "note": row.note,
+        "measurement": row.measurement,
     }

@@ -6,7 +6,8 @@
       team.json              which agent at which version, in which folder
       state/<agent>/v00003/  a promoted version as a plain `from_pretrained` folder, in the serving dtype
       state/<agent>/training-00012.safetensors   AdamW moments (and fp32 masters where they differ from what is served)
-      episodes/, divergences/                    parquet, one file per agent update
+      episodes/, divergences/                    parquet, one file per agent update; episodes/start.parquet
+      evaluations/001.json, 001.parquet          a report of `baton evaluate`, and the episodes it rests on
 
 An update's line is the commit point of its promotion: the files it names are durable before it is written. Nothing here
 is a pickle and nothing needs baton to be read.
@@ -18,14 +19,19 @@ import dataclasses
 import fcntl
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
+from jaxtyping import Int
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -34,7 +40,7 @@ from baton.algorithms.acceptance import ReplaySums
 from baton.algorithms.sat import AgentState, Evidence, Position, StageEntry, StagePlan
 from baton.errors import RunError
 from baton.team import Member, Team
-from baton.types import Episode, Failed, Snapshot, Truncated
+from baton.types import Episode, Failed, GateRecord, Outcome, Scored, Snapshot, TokenDivergence, Truncated, Turn
 
 SCHEMA = 1
 
@@ -194,6 +200,24 @@ def _stage_plan(record: Record | None) -> StagePlan | None:
     return StagePlan(order=tuple(record["order"]), radii=record["radii"], gains=record["gains"])
 
 
+def read_looks(record: Record) -> tuple[GateRecord, ...]:
+    """The looks of an update's record."""
+    return tuple(GateRecord(**look) for look in record["looks"])
+
+
+# ---- versions --------------------------------------------------------------------------------------------------
+
+
+def version_folder(agent: str, version: int) -> str:
+    """Where a promoted version lies in a run directory."""
+    return f"state/{agent}/v{version:05d}"
+
+
+def version_of(folder: Path) -> int:
+    """The version whose folder this is; 0 for a model from outside a run."""
+    return int(folder.name[1:]) if re.fullmatch(r"v\d{5,}", folder.name) else 0
+
+
 # ---- training state --------------------------------------------------------------------------------------------
 
 
@@ -232,7 +256,7 @@ def _outcome(episode: Episode) -> tuple[str, float | None, str]:
 
 
 def episode_rows(episodes: Sequence[Episode], *, use: str, prompts: Mapping[str, str]) -> list[Record]:
-    """Episodes as rows of the parquet file; `use` is train, probe or test."""
+    """Episodes as rows of the parquet file; `use` is start, train, probe, or the name of an evaluation's measurement."""
     rows: list[Record] = []
     for e in episodes:
         kind, reward, reason = _outcome(e)
@@ -303,9 +327,64 @@ def write_episodes(path: Path, rows: Sequence[Record]) -> None:
     write_file(path, lambda partial: pq.write_table(table, partial, compression="zstd"))
 
 
+def _read_parquet(path: Path, schema: Any) -> Any:
+    try:
+        # Small files: a thread pool costs more than it saves.
+        table = pq.read_table(path, use_threads=False)
+    except FileNotFoundError as error:
+        raise RunError(f"{path} is gone; restore it from a copy") from error
+    except (OSError, pa.ArrowException) as error:
+        raise RunError(f"{path} is damaged ({str(error).splitlines()[0]}); restore it from a copy") from error
+    if not table.schema.equals(schema):
+        raise RunError(f"{path} is no such file: it has the columns {table.schema.names}, wanted are {schema.names}")
+    return table
+
+
 def read_episodes(path: Path) -> list[Record]:
-    """The rows of an episodes file."""
-    return pq.read_table(path).to_pylist()
+    """The rows of an episodes file.
+
+    Raises:
+        RunError: it is gone, damaged, or has other columns.
+    """
+    return _read_parquet(path, EPISODES).to_pylist()
+
+
+def read_episode(row: Record) -> Episode:
+    """The episode that a row holds; `episode_rows` of it gives an equal row.
+
+    Raises:
+        MissingError, NonFiniteError, DataError: a turn's columns do not fit each other, or a number is none.
+    """
+    outcome: Outcome
+    if row["outcome"] == "failed":
+        outcome = Failed(reason=row["reason"])
+    else:
+        kind = {"scored": Scored, "truncated": Truncated}[row["outcome"]]
+        outcome = kind(reward=float(row["reward"]), reason=row["reason"])
+    turns = (t | {name: tuple(t[name]) for name in ("prompt_ids", "ids", "logprobs", "versions")} for t in row["turns"])
+    return Episode(
+        id=row["id"],
+        group=row["task_id"],
+        task_id=row["task_id"],
+        versions=json.loads(row["versions"]),
+        turns=tuple(Turn(**t) for t in turns),
+        answer=row["answer"],
+        outcome=outcome,
+    )
+
+
+DIVERGENCES = pa.schema(
+    [
+        ("scale", pa.float64()),
+        ("episode", pa.string()),
+        ("token", pa.int64()),
+        ("message", pa.int64()),
+        ("prompt", pa.int64()),
+        ("drawn", pa.bool_()),
+        ("kl_new_old", pa.float64()),
+        ("kl_old_new", pa.float64()),
+    ]
+)
 
 
 def write_divergences(path: Path, evidence: Evidence) -> None:
@@ -313,9 +392,7 @@ def write_divergences(path: Path, evidence: Evidence) -> None:
     states = evidence.states
     if states is None or not evidence.looks:
         return
-    columns: dict[str, list[Any]] = {
-        name: [] for name in ("scale", "episode", "token", "message", "prompt", "drawn", "kl_new_old", "kl_old_new")
-    }
+    columns: dict[str, list[Any]] = {name: [] for name in DIVERGENCES.names}
     drawn = set(states.drawn.tolist())
     message, unit = states.message.tolist(), states.unit.tolist()
     for record, divergence in evidence.looks:
@@ -328,7 +405,53 @@ def write_divergences(path: Path, evidence: Evidence) -> None:
         columns["drawn"] += [n in drawn for n in range(len(rows))]
         columns["kl_new_old"] += divergence.kl_new_old.tolist()
         columns["kl_old_new"] += divergence.kl_old_new.tolist()
-    write_file(path, lambda partial: pq.write_table(pa.table(columns), partial, compression="zstd"))
+    table = pa.table(columns, schema=DIVERGENCES)
+    write_file(path, lambda partial: pq.write_table(table, partial, compression="zstd"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookRows:
+    """What a divergences file holds of one look: its states in order, each with its episode, message, prompt and KLs."""
+
+    scale: float
+    episode: tuple[str, ...]
+    divergence: TokenDivergence
+    """`row` numbers the episodes by first appearance."""
+    message: Int[Tensor, " N"]
+    unit: Int[Tensor, " N"]
+    drawn: Int[Tensor, " U"]
+
+
+def read_divergences(path: Path) -> list[LookRows]:
+    """Every look of an update, in the order in which it was taken.
+
+    Raises:
+        RunError: the file is gone, damaged, or has other columns.  NonFiniteError: a divergence is NaN.
+    """
+    table = _read_parquet(path, DIVERGENCES)
+    columns: dict[str, list[Any]] = table.to_pydict()
+    scales = columns["scale"]
+    edges = [n for n in range(len(scales) + 1) if n in (0, len(scales)) or scales[n] != scales[n - 1]]
+    looks: list[LookRows] = []
+    for first, end in pairwise(edges):
+        part = {name: values[first:end] for name, values in columns.items()}
+        place = {name: n for n, name in enumerate(dict.fromkeys(part["episode"]))}
+        looks.append(
+            LookRows(
+                scale=part["scale"][0],
+                episode=tuple(part["episode"]),
+                divergence=TokenDivergence(
+                    kl_new_old=torch.tensor(part["kl_new_old"], dtype=torch.float64),
+                    kl_old_new=torch.tensor(part["kl_old_new"], dtype=torch.float64),
+                    row=torch.tensor([place[name] for name in part["episode"]]),
+                    position=torch.tensor(part["token"]),
+                ),
+                message=torch.tensor(part["message"]),
+                unit=torch.tensor(part["prompt"]),
+                drawn=torch.tensor(part["drawn"]).nonzero()[:, 0],
+            )
+        )
+    return looks
 
 
 # ---- one process per run ---------------------------------------------------------------------------------------

@@ -46,10 +46,11 @@ from baton.errors import BatonError, Interrupted, RunError
 from baton.records import Record
 from baton.rollout import Play, Table
 from baton.team import Member, Team
-from baton.types import AgentId, Episode, Snapshot, Task, Weights, verdict_word
+from baton.types import AgentId, Episode, Snapshot, Task, TokenBatch, Weights, verdict_word
 
 START_PROMPTS = 64
 """Train prompts on which the start accuracy is measured (ALGORITHMS 2.2)."""
+START_EPISODES = "episodes/start.parquet"
 
 
 class Reporter(Protocol):
@@ -134,7 +135,7 @@ class Run:
 
     def folder(self, agent: AgentId, version: int | None = None) -> Path:
         """The folder of an agent's promoted version, or of an older one. Raises RunError where it was not kept."""
-        relative = self.files[agent]["weights"] if version is None else f"state/{agent}/v{version:05d}"
+        relative = self.files[agent]["weights"] if version is None else records.version_folder(agent, version)
         folder = self.path / relative
         if not folder.is_dir():
             raise RunError(
@@ -360,7 +361,12 @@ def catch_up(run: Run, trainees: Mapping[AgentId, Trainee], schedule: str) -> No
 
 def write_team(run: Run, position: Position, files: Mapping[AgentId, Record]) -> None:
     """`team.json`: which agent at which version, and where it lies."""
-    team = {
+    records.write_text(run.path / "team.json", json.dumps(team_record(position, files), indent=2) + "\n")
+
+
+def team_record(position: Position, files: Mapping[AgentId, Record]) -> Record:
+    """What `team.json` says of a position."""
+    return {
         "schema": records.SCHEMA,
         "agents": [
             {
@@ -373,7 +379,6 @@ def write_team(run: Run, position: Position, files: Mapping[AgentId, Record]) ->
             for m in position.team.members
         ],
     }
-    records.write_text(run.path / "team.json", json.dumps(team, indent=2) + "\n")
 
 
 # ---- training --------------------------------------------------------------------------------------------------
@@ -650,9 +655,11 @@ async def _first_record(
     """Version 0 on disk, the start accuracy, the noise floors: all that a run decides once."""
     config = plan.config
     files: dict[AgentId, Record] = {}
+    fingerprints: dict[AgentId, str] = {}
     for name, trainee in trainees.items():
-        folder = run.path / "state" / name / "v00000"
+        folder = run.path / records.version_folder(name, 0)
         weights = trainee.learner.weights()
+        fingerprints[name] = weights.fingerprint
         records.write_folder(folder, lambda partial, n=name, w=weights: crew.save(n, partial, w))
         training: str | None = None
         if not crew.serves_masters:
@@ -662,19 +669,18 @@ async def _first_record(
         files[name] = {"weights": str(folder.relative_to(run.path)), "training": training, "steps": 0}
     for name in plan.local:
         if name not in trainees:
-            folder = run.path / "state" / name / "v00000"
+            folder = run.path / records.version_folder(name, 0)
             records.write_folder(folder, lambda partial, n=name: crew.copy_start(n, partial))
+            fingerprints[name] = crew.load(folder).fingerprint
             files[name] = {"weights": str(folder.relative_to(run.path)), "training": None, "steps": 0}
-    tasks, _ = sat.draw_prompts(
-        plan.splits.train, 0, min(START_PROMPTS, len(plan.splits.train)), at=(config.seed, "start prompts")
-    )
 
     def tick() -> None:
         stop.check()
 
-    episodes = await table.play(
-        [Play(task=t) for t in tasks], address=(config.seed, 0, "start", SAMPLE), versions=team.versions, tick=tick
-    )
+    plays = start_plays(plan)
+    episodes = await table.play(plays, address=start_address(plan), versions=team.versions, tick=tick)
+    rows = records.episode_rows(episodes, use="start", prompts={p.task.id: p.task.prompt for p in plays})
+    records.write_episodes(run.path / START_EPISODES, rows)
     scored = [e.reward for e in episodes if e.is_scored]
     if not scored:
         reasons = {e.outcome.reason for e in episodes if not e.is_scored and hasattr(e.outcome, "reason")}
@@ -701,9 +707,28 @@ async def _first_record(
         "group": resolve_group(config.algorithm, (accuracy - low) / (high - low)),
         "facts": dict(plan.env.facts(len(plan.seats))),
         "is_repeatable": all(seat.speaker is None for seat in plan.seats),
+        "episodes_file": START_EPISODES,
+        "fingerprints": fingerprints,
         "files": files,
         "position": records.position_record(position),
     }
+
+
+def start_plays(plan: Plan) -> list[Play]:
+    """The episodes of the start accuracy: one on each of a keyed draw of train prompts."""
+    train = plan.splits.train
+    tasks, _ = sat.draw_prompts(train, 0, min(START_PROMPTS, len(train)), at=(plan.config.seed, "start prompts"))
+    return [Play(task=task) for task in tasks]
+
+
+def start_address(plan: Plan) -> tuple[str | int, ...]:
+    """Where the draws of the start accuracy begin their keys."""
+    return (plan.config.seed, 0, "start", SAMPLE)
+
+
+def noise_floor(learner: Learner, batch: TokenBatch) -> tuple[float, float]:
+    """(q99 over states, mean over messages) of the divergence of these weights from themselves, nats; tables have none."""
+    return local.noise_floor(learner, batch) if isinstance(learner, local.LocalLearner) else (0.0, 0.0)
 
 
 def _floors(plan: Plan, trainees: Mapping[AgentId, Trainee], episodes: Sequence[Episode]) -> dict[AgentId, dict[str, float]]:
@@ -717,9 +742,7 @@ def _floors(plan: Plan, trainees: Mapping[AgentId, Trainee], episodes: Sequence[
         if not rows:
             raise BatonError(f"'{seat.agent}' sampled no token in {len(episodes)} episodes of the start")
         batch = batching.token_batch(rows, temperature=seat.temperature)
-        q99, mean = (
-            local.noise_floor(trainee.learner, batch) if isinstance(trainee.learner, local.LocalLearner) else (0.0, 0.0)
-        )
+        q99, mean = noise_floor(trainee.learner, batch)
         check_floor(trainee, (q99, mean))
         floors[seat.agent] = {"token": q99, "message_mean": mean}
     return floors
