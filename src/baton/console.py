@@ -649,7 +649,8 @@ def _plan_time(times: Record) -> list[str]:
     lines = [
         f"time     {duration(stage['total'])} a stage, {duration(times['run'])} for all stages, {times['threads']} threads",
         f"  a stage: {parts}",
-        f"  measured: {times['measured']}; {speed}; each further look of the gate adds its time again",
+        f"  measured: {times['measured']}; {speed}",
+        "  each further look of the gate adds its time again; loading, version 0 and the start's episodes come before",
     ]
     if times["warm_starts_at_most"]:
         lines.append(f"  warm starts before it: at most {duration(times['warm_starts_at_most'])} (none where cached)")

@@ -764,6 +764,7 @@ async def _timed_update(prepared: Prepared, m: _Member, folder: Path, update: Re
         config = config.model_copy(update={"engine": config.engine.model_copy(update=precision)})
     crew = assemble.crew(config, {m.agent: folder}, learners=[m.agent])
     learner, sampler = crew.learners[m.agent], crew.sampler
+    await sampler.publish(m.agent, "promoted", learner.weights(), 0)
     seconds = {"request": await _request_seconds(m, sampler, update, config.engine.batch_size, prepared)}
 
     parts = batching.parts(update.batches[m.agent], config.algorithm.inner_steps)
@@ -903,8 +904,8 @@ def _limits(config: Config, update: Rehearsal, start: float, goal: float) -> Rec
     stages = config.algorithm.stages
     needed = {name: math.ceil(way / each - 1e-12) for name, each in reach.items()}
     warnings = [
-        f"the radius {name} allows {start:g} -> {goal:g} in no fewer than {n} stages of accepted updates, the plan has "
-        f"{stages}: raise algorithm.stages or agents.radius.{name}, or expect less"
+        f"the {name} radii allow {start:g} -> {goal:g} in no fewer than {n} stages, the plan has {stages}: raise "
+        "algorithm.stages or the radii"
         for name, n in needed.items()
         if n > stages
     ]

@@ -11,9 +11,10 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-import os
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as package_version
 from pathlib import Path
@@ -140,10 +141,12 @@ class Trackio:
 
     def __init__(self, folder: Path, *, project: str, id: str) -> None:
         self._name, self._project = f"{folder.resolve().name}-{id}", project
+        self._package: Any = None
         self._run: Any = None
 
     def start(self, config: Record) -> None:
-        self._run = _load("trackio").init(
+        self._package = _load("trackio")
+        self._run = self._package.init(
             project=self._project, name=self._name, config=config, resume="allow", embed=False, auto_log_cpu=False
         )
 
@@ -151,7 +154,7 @@ class Trackio:
         self._run.log(dict(metrics), step=step)
 
     def finish(self) -> None:
-        self._run.finish()
+        self._package.finish()
 
 
 def _load(module: str) -> Any:
@@ -217,8 +220,7 @@ class Trackers:
         self._id = hashlib.sha256(f"{first['digest']} {first['time']}".encode()).hexdigest()[:12]
         self._told = self._read()
         for name in self._options.names:
-            self._live[name] = tracker = build(name, self._folder, project=self._options.project, id=self._id)
-            self._guard(name, lambda tracker=tracker: tracker.start(config))
+            self._guard(name, lambda name=name: self._open(name, config))
         for line in lines:
             if line["kind"] in ("update", "stage"):
                 self.tell(line)
@@ -237,12 +239,17 @@ class Trackers:
             self._guard(name, tracker.finish)
         self._live.clear()
 
+    def _open(self, name: TrackerName, config: Record) -> None:
+        tracker = build(name, self._folder, project=self._options.project, id=self._id)
+        tracker.start(config)
+        self._live[name] = tracker
+
     def _tell(self, name: str, tracker: Tracker, record: Record) -> None:
         # The mark comes first: after a crash between the two a line is missing there, never told twice.
         self._told[name] = self._lines
         partial = self._folder / ".trackers.json.partial"
         partial.write_text(json.dumps({"run": self._id, "told": self._told}) + "\n", encoding="utf-8")
-        os.replace(partial, self._folder / "trackers.json")
+        partial.replace(self._folder / "trackers.json")
         tracker.log(self._updates, metrics_of(record))
 
     def _read(self) -> dict[str, int]:
@@ -255,7 +262,8 @@ class Trackers:
 
     def _guard(self, name: str, action: Callable[[], object]) -> None:
         try:
-            action()
+            with redirect_stdout(sys.stderr):  # what a package prints is not the run's output
+                action()
         # Whatever someone else's package raises: training goes on.
         except Exception as error:
             self._live.pop(name, None)
