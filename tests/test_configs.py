@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from baton.cli import main
-from baton.config import Config, keys, load, parse
+from baton.config import Config, explain, keys, load, parse
 from baton.core import losses
 from baton.errors import ConfigError, UnsupportedError
 
@@ -209,8 +209,10 @@ CHANGED: Mapping[str, object] = {
     "eval.temperature": 0.8,
     "checkpoint.keep": 1,
     "checkpoint.keep_promoted": "all",
+    "track.names": ("tensorboard", "wandb"),
+    "track.project": "relays",
 }
-MAY_CHANGE_ON_RESUME = ("algorithm.stages", "checkpoint.", "eval.")
+MAY_CHANGE_ON_RESUME = ("algorithm.stages", "checkpoint.", "eval.", "track.")
 
 
 def put(tree: dict[str, Any], path: str, value: object) -> dict[str, Any]:
@@ -324,6 +326,49 @@ def test_every_key_is_read_somewhere_in_the_source() -> None:
     assert not unread, f"keys that nothing reads: {sorted(unread)}"
 
 
+# ---- what a key means ------------------------------------------------------------------------------------------
+
+
+def test_every_number_of_the_config_has_a_unit() -> None:
+    bare = {key.path for key in explain() if "number" in key.kind and not key.unit}
+    assert not bare, f"config.UNITS says nothing of {sorted(bare)}"
+
+
+def test_a_key_is_explained_with_its_sentence_its_bounds_its_default_and_its_unit() -> None:
+    (key,) = explain("agents.0.lr")
+    assert key.path == "agents.lr" and key.sentence.startswith("AdamW learning rate")
+    assert key.kind == '"auto" or number, above 0' and key.default == '"auto"'
+    (key,) = explain("gate.probe_prompts")
+    assert (key.kind, key.default, key.unit) == ("whole number, at least 1", "64", "prompts")
+    (key,) = explain("agents.model")
+    assert key.default == "required"
+
+
+def test_a_section_explains_all_its_keys_and_a_choice_is_told_once() -> None:
+    found = explain("protocol")
+    assert [key.path for key in found][:2] == ["protocol", "protocol.name"]
+    (choice,) = [key for key in found if key.path == "protocol.name"]
+    assert '"chain"' in choice.kind and '"vote"' in choice.kind and choice.only == ""
+    assert {key.only for key in found if key.path == "protocol.sees"} == {'protocol.name = "chain"'}
+    assert {key.path for key in explain()} == {key for key, _, _ in keys()}
+
+
+def test_keys_of_one_name_are_told_apart_by_the_choice_that_has_them() -> None:
+    assert {key.only: key.default for key in explain("env.prompts")} == {
+        'env.name = "relay"': "20000",
+        'env.name = "parity"': "4096",
+        'env.name = "reasoning_gym"': "4000",
+    }
+
+
+@pytest.mark.parametrize(
+    ("asked", "nearest"), [("gate.probe_promts", "gate.probe_prompts"), ("stages", "algorithm.stages"), ("gates", "gate")]
+)
+def test_a_wrong_key_is_answered_with_the_nearest(asked: str, nearest: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{asked}: unknown key; .*{re.escape(nearest)}"):
+        explain(asked)
+
+
 # ---- what is refused (F01, F02, F03) ---------------------------------------------------------------------------
 
 REFUSED: Mapping[str, tuple[list[tuple[str, object]], list[str]]] = {
@@ -368,6 +413,11 @@ REFUSED: Mapping[str, tuple[list[tuple[str, object]], list[str]]] = {
     "the table engine with models that are none": ([("engine.name", "table")], ["engine.name", "table:SYMBOLS"]),
     "two agents of one name": ([("agents.name", "second")], ["'second'", "2 times"]),
     "sampling that training could not score": ([("agents.top_p", 0.9)], ["agents.0.top_p", "remove the key"]),
+    "a tracker that nobody knows": (
+        [("track", {"names": ["mlflow"]})],
+        ["track.names", "'mlflow'", "tensorboard, wandb, trackio", "pip install 'baton-rl["],
+    ),
+    "a tracker named twice": ([("track", {"names": ["wandb", "wandb"]})], ["track.names", "'wandb'", "2 times"]),
     "a value of the wrong type": ([("algorithm.stages", "many")], ["algorithm.stages", "'many'"]),
     "a value out of range": ([("gate.quantile", 1.5)], ["gate.quantile", "1.5", "less than 1"]),
 }

@@ -197,31 +197,49 @@ class Plan:
         return auto_lr(self.parameters[agent.name]) if agent.lr == "auto" else agent.lr
 
 
+def game(config: Config, *, root: Path) -> tuple[Env, TeamProtocol]:
+    """The task and the rules of a config; touches no model.
+
+    Raises:
+        ConfigError, DataError: they cannot be built, or are for another number of agents.
+    """
+    n = len(config.agents)
+    env = envs.build(config.env, n_agents=n, root=root)
+    if env.seats is not None and env.seats != n:
+        raise ConfigError(f"env '{env.name}' needs {env.seats} agents, the config has {n}; add or remove [[agents]]")
+    return env, protocols.build(config.protocol, n)
+
+
+def prompt_sets(config: Config, env: Env) -> Splits:
+    """The four prompt sets of a config; touches no model.
+
+    Raises:
+        ConfigError: too few distinct prompts for the settings.
+    """
+    a = config.algorithm
+    smallest_group = 4 if a.group == "auto" else a.group
+    trained = sum(agent.trainable for agent in config.agents)
+    return split(
+        env,
+        seed=config.seed,
+        train_prompts_needed=a.episodes // smallest_group * (trained if a.shares_episodes else 1),
+        probe_needed=config.gate.probe_prompts,
+        certify_needed=0,
+    )
+
+
 def prepare(config: Config, *, root: Path) -> Plan:
     """Build and check all that needs no weights; `root` is the folder that relative paths of the config start from.
 
     Raises:
         ConfigError, ModelError, DataError: the first thing that cannot work, with its remedy.
     """
-    n = len(config.agents)
-    env = envs.build(config.env, n_agents=n, root=root)
-    if env.seats is not None and env.seats != n:
-        raise ConfigError(f"env '{env.name}' needs {env.seats} agents, the config has {n}; add or remove [[agents]]")
+    env, protocol = game(config, root=root)
     if config.engine.name == "local":
         for agent in config.agents:
             if not agent.is_remote:
                 models.check(agent.model)
-    protocol = protocols.build(config.protocol, n)
-    a = config.algorithm
-    smallest_group = 4 if a.group == "auto" else a.group
-    per_update = a.episodes // smallest_group * (n if a.name == "joint" else 1)
-    splits = split(
-        env,
-        seed=config.seed,
-        train_prompts_needed=per_update,
-        probe_needed=config.gate.probe_prompts,
-        certify_needed=0,
-    )
+    splits = prompt_sets(config, env)
     bases: dict[AgentId, Path] = {}
     codecs: dict[AgentId, Codec] = {}
     parameters: dict[AgentId, int] = {}

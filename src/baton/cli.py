@@ -6,6 +6,9 @@
     baton evaluate RUN|MODEL   scores on the test prompts, beside what they must be compared with
     baton verify RUN           check a run from its directory alone
     baton doctor               is this machine fit, and how fast is it
+    baton config CONFIG        the resolved config; --explain KEY says what a key means
+    baton plan CONFIG          memory, disk and time of a run, before anything loads
+    baton try RUN QUESTION     talk to a run's team
 
 Exit codes: 0; 1 something failed on the way (or the doctor or an audit found a fault); 2 bad input, refused before work
 began; 3 the run stalled; 130 interrupted. Bad input and known failures are one line on stderr; a traceback is our fault.
@@ -14,18 +17,21 @@ began; 3 the run stalled; 130 interrupted. Bad input and known failures are one 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from importlib.metadata import version as package_version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
+from baton import assemble, doctor, records, run, trackers
 from baton import config as configs
 from baton import console as show
-from baton import doctor, records, run
+from baton import plan as planning
 from baton.errors import BatonError, ConfigError, DataError, Interrupted, ModelError, RunError
 from baton.evaluate import evaluate, evaluate_model
 from baton.records import Record
@@ -81,6 +87,32 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _chance(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value < 1.0:
+        raise argparse.ArgumentTypeError(f"{text} is no probability between 0 and 1")
+    return value
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is no whole number of at least 0")
+    return int(text)
+
+
+def _temperature(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.05 <= value <= 10:
+        raise argparse.ArgumentTypeError(f"{text} is no number from 0.05 to 10")
+    return value
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="baton",
@@ -120,7 +152,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--resume",
         action="store_true",
-        help="go on with the run there; algorithm.stages, [checkpoint] and [eval] may differ from its config",
+        help="go on with the run there; algorithm.stages, [checkpoint], [eval] and [track] may differ from its config",
     )
     _json(train, "one JSON line an update as it happens, then one summary line")
 
@@ -183,7 +215,68 @@ def _parser() -> argparse.ArgumentParser:
         "doctor", _doctor, "check this machine for training, and measure its speed (10 s)", "baton doctor --json"
     )
     _json(health)
+    _tools(command)
     return parser
+
+
+def _tools(command: Callable[..., argparse.ArgumentParser]) -> None:
+    """`config`, `plan` and `try`."""
+    settings = command(
+        "config",
+        _config,
+        "print a config with every default filled in, once all is checked that needs no model; or explain its keys",
+        "baton config --explain gate.probe_prompts",
+    )
+    settings.add_argument("config", metavar="CONFIG", nargs="?", help="TOML file")
+    settings.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change one key (repeatable)")
+    settings.add_argument(
+        "--explain",
+        nargs="?",
+        const="",
+        metavar="KEY",
+        help="say what a key, or every key of a section, means (no KEY: all)",
+    )
+    _json(settings)
+
+    ahead = command(
+        "plan",
+        _plan,
+        "say what a run will take (memory, disk, time, tokens, fewest updates) before any model loads",
+        "baton plan configs/smollm2.toml --from 0.25 --to 0.95",
+    )
+    ahead.add_argument("config", metavar="CONFIG", help="TOML file")
+    ahead.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change one key (repeatable)")
+    ahead.add_argument(
+        "--from", dest="start", type=_chance, default=0.25, metavar="P", help="accuracy at the start (default 0.25)"
+    )
+    ahead.add_argument("--to", dest="goal", type=_chance, default=0.95, metavar="P", help="accuracy wanted (default 0.95)")
+    ahead.add_argument(
+        "--answer-tokens",
+        type=_count,
+        metavar="N",
+        help="expected tokens of a message (default: a warm start's demonstrations', else agents.max_new_tokens)",
+    )
+    _json(ahead)
+
+    talk = command(
+        "try",
+        _try,
+        "ask a run's promoted team a question: one episode, who said what, and the team's answer",
+        'baton try runs/first "table: AcBaCb ; in: A" --temperature 0.5',
+    )
+    talk.add_argument("run", metavar="RUN", help="run directory")
+    talk.add_argument(
+        "question",
+        metavar="QUESTION",
+        nargs="?",
+        help="what every seat is asked, or a JSON list of one text per seat; without it, in a terminal, questions are read "
+        "until Ctrl-D, each an episode of its own",
+    )
+    talk.add_argument("--view", action="append", default=[], metavar="TEXT", help="what the next seat is asked (repeatable)")
+    talk.add_argument("--views", metavar="FILE", help="JSON file with a list of one text per seat")
+    talk.add_argument("--temperature", type=_temperature, metavar="T", help="of every seat (default: each seat's own)")
+    talk.add_argument("--seed", type=_seed, metavar="N", help="another seed is another answer (default: the run's)")
+    _json(talk, "one JSON document an episode on stdout, nothing else")
 
 
 def _json(parser: argparse.ArgumentParser, what: str = "one JSON document on stdout, nothing else") -> None:
@@ -372,6 +465,128 @@ def _doctor(arguments: argparse.Namespace) -> int:
     else:
         _print(show.health_lines(report))
     return 0 if report["fit"] else FAILED
+
+
+# ---- config, plan, try -----------------------------------------------------------------------------------------
+
+
+def _config(arguments: argparse.Namespace) -> int:
+    if (arguments.config is None) == (arguments.explain is None):
+        raise ConfigError("give one of the two: a CONFIG to print, or --explain [KEY]")
+    if arguments.explain is not None:
+        if arguments.set:
+            raise ConfigError("--set changes a CONFIG; --explain reads none")
+        found = [records.plain(key) for key in configs.explain(arguments.explain)]
+        if arguments.json:
+            print(show.to_json({"keys": found}, indent=2))
+        else:
+            _print(show.key_lines(found))
+        return 0
+    config = configs.load(arguments.config, arguments.set)
+    trackers.check(config.track)
+    env, _ = assemble.game(config, root=Path(arguments.config).resolve().parent)
+    assemble.prompt_sets(config, env)
+    if arguments.json:
+        print(show.to_json(config.model_dump(mode="json"), indent=2))
+    else:
+        print(config.to_toml(), end="")
+    return 0
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    config = configs.load(arguments.config, arguments.set)
+    trackers.check(config.track)
+    with show.Console(sys.stderr) as console:
+        report = planning.plan(
+            config,
+            root=Path(arguments.config).resolve().parent,
+            start=arguments.start,
+            goal=arguments.goal,
+            answer_tokens=arguments.answer_tokens,
+            reporter=console,
+        )
+    if arguments.json:
+        print(show.to_json(report, indent=2))
+    else:
+        _print(show.plan_lines(report))
+    return 0
+
+
+def _try(arguments: argparse.Namespace) -> int:
+    given = [name for name in ("question", "view", "views") if getattr(arguments, name)]
+    if len(given) > 1:
+        raise ConfigError("give one of the three: QUESTION, --view for each seat, or --views FILE")
+    if not given and not sys.stdin.isatty():
+        raise ConfigError("give a QUESTION, --view or --views; only a terminal is asked for questions")
+    asked = _views(arguments) if arguments.view or arguments.views else _asked(arguments.question or "")
+    team = run.load_team(arguments.run)
+    try:
+        if given:
+            _ask(arguments, team, asked)
+        else:
+            _talk(arguments, team)
+    finally:
+        team.close()
+    return 0
+
+
+def _views(arguments: argparse.Namespace) -> list[str]:
+    if arguments.view:
+        return list(arguments.view)
+    try:
+        asked = _asked(Path(arguments.views).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--views {arguments.views}: {getattr(error, 'strerror', None) or error}") from error
+    if isinstance(asked, str):
+        raise ConfigError(f'--views {arguments.views}: the file must hold a JSON list of texts, like ["one", "two"]')
+    return asked
+
+
+def _asked(text: str) -> str | list[str]:
+    """A question, or the texts of a JSON list of nothing but texts."""
+    try:
+        value: Any = json.loads(text) if text.lstrip().startswith("[") else None
+    except ValueError:
+        return text
+    texts = cast("list[Any]", value) if isinstance(value, list) else []
+    return texts if texts and all(isinstance(one, str) for one in texts) else text
+
+
+def _ask(arguments: argparse.Namespace, team: run.LoadedTeam, question: str | list[str], *, sibling: int = 0) -> None:
+    """One episode, shown. Raises DataError where a message could not be asked for."""
+    episode = team.play(question, sibling=sibling, temperature=arguments.temperature, seed=arguments.seed)
+    (row,) = records.episode_rows([episode], use="try", prompts={})
+    reason = "" if row["reason"] == run.UNGRADED else str(row["reason"])
+    if arguments.json:
+        said = {"run": arguments.run, "question": question, "turns": row["turns"], "answer": row["answer"]}
+        print(show.to_json({**said, "versions": dict(episode.versions), "failed": reason or None}), flush=True)
+    else:
+        _print(show.turn_lines(row["turns"]) if reason else show.answer_lines(row))
+    if reason:
+        raise DataError(reason)
+
+
+def _talk(arguments: argparse.Namespace, team: run.LoadedTeam) -> None:
+    """Questions from a terminal until Ctrl-D; a question that cannot be asked is said and costs nothing."""
+    with suppress(ImportError):
+        importlib.import_module("readline")  # what `input` edits with, where it is there
+    seats = ", ".join(f"{m.agent}@v{m.version}" for m in team.team.members)
+    print(f"{seats}; one question a line, Ctrl-D ends", file=sys.stderr)
+    number = 0
+    while True:
+        try:
+            line = input("" if arguments.json else "> ")
+        except EOFError:
+            if not arguments.json:
+                print()
+            return
+        if not line.strip():
+            continue
+        try:
+            _ask(arguments, team, _asked(line), sibling=number)
+        except BatonError as error:
+            _refuse(error, BAD_INPUT)
+        number += 1
 
 
 if __name__ == "__main__":

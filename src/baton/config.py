@@ -11,11 +11,15 @@ import hashlib
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast, get_args
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
 from baton.algorithms.options import (
     LATER_BASELINES,
@@ -131,6 +135,33 @@ class CheckpointOptions(_Options):
     )
 
 
+TrackerName = Literal["tensorboard", "wandb", "trackio"]
+TRACKERS: tuple[TrackerName, ...] = get_args(TrackerName)
+
+
+class TrackOptions(_Options):
+    """Who else is told how a run goes (`baton.trackers`). The run directory stays the truth."""
+
+    names: tuple[TrackerName, ...] = Field(
+        default=(), description="trackers that are told every update; tensorboard writes into the run directory"
+    )
+    project: str = Field(default="baton", min_length=1, description="project under which wandb and trackio file the run")
+
+    @field_validator("names", mode="before")
+    @classmethod
+    def _known_and_once(cls, names: Any) -> Any:
+        given = cast("Sequence[Any]", names) if isinstance(names, list | tuple) else ()
+        for name in given:
+            if isinstance(name, str) and name not in TRACKERS:
+                raise ValueError(
+                    f"'{name}' is no tracker that baton knows; there are {', '.join(TRACKERS)}, "
+                    f"each installed with its extra, for example pip install 'baton-rl[{TRACKERS[0]}]'"
+                )
+            if given.count(name) > 1:
+                raise ValueError(f"'{name}' is named {given.count(name)} times; name it once")
+        return names
+
+
 class Config(_Options):
     """A whole run."""
 
@@ -143,6 +174,7 @@ class Config(_Options):
     engine: EngineOptions = Field(default=EngineOptions(), description="where models run")
     eval: EvalOptions = Field(default=EvalOptions(), description="how results are measured")
     checkpoint: CheckpointOptions = Field(default=CheckpointOptions(), description="what is kept")
+    track: TrackOptions = Field(default=TrackOptions(), description="who else is told how the run goes")
 
     @model_validator(mode="after")
     def _whole(self) -> Config:
@@ -174,9 +206,9 @@ class Config(_Options):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of what may not change on resume: all but `algorithm.stages`, `[checkpoint]` and `[eval]`."""
+        """SHA-256 of what may not change on resume: all but `algorithm.stages`, `[checkpoint]`, `[eval]` and `[track]`."""
         fixed = self.model_dump(mode="json", exclude_none=True)
-        del fixed["checkpoint"], fixed["eval"], fixed["algorithm"]["stages"]
+        del fixed["checkpoint"], fixed["eval"], fixed["track"], fixed["algorithm"]["stages"]
         return hashlib.sha256(tomli_w.dumps(fixed).encode()).hexdigest()
 
 
@@ -300,13 +332,21 @@ def _refuse_known(tree: Mapping[str, Any]) -> None:
 # ---- explaining ------------------------------------------------------------------------------------------------
 
 
-def keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, str, Any]]:
+def keys() -> Iterator[tuple[str, str, Any]]:
     """Every dotted key of the tree with its sentence and default; list entries are written without their number."""
+    for path, field, _ in _fields(Config):
+        yield path, field.description or "", field.get_default(call_default_factory=False)
+
+
+def _fields(model: type[BaseModel], prefix: str = "", only: str = "") -> Iterator[tuple[str, FieldInfo, str]]:
+    """(dotted key, field, the choice that has it) in the order of the file; no choice where every config has the key."""
     for name, field in model.model_fields.items():
         path = f"{prefix}{name}"
-        yield path, field.description or "", field.get_default(call_default_factory=False)
-        for inner in _models(field.annotation):
-            yield from keys(inner, f"{path}.")
+        yield path, field, only
+        inner = list(_models(field.annotation))
+        for arm in inner:
+            choice = f"{path}.name = {_name_of(arm)}" if len(inner) > 1 else only
+            yield from _fields(arm, f"{path}.", choice)
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:
@@ -315,6 +355,149 @@ def _models(annotation: Any) -> Iterator[type[BaseModel]]:
         return
     for inner in get_args(annotation):
         yield from _models(inner)
+
+
+def _name_of(arm: type[BaseModel]) -> str:
+    """How a member of a union is chosen in the file."""
+    literal = get_args(arm.model_fields["name"].annotation)
+    return f'"{literal[0]}"' if literal else "a dotted path"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Key:
+    """One key as `baton config --explain` tells it. `default` is TOML, `required`, or `none` where the table is absent."""
+
+    path: str
+    sentence: str
+    kind: str
+    default: str
+    unit: str
+    only: str
+    """The choice that has this key, for example `env.name = "relay"`; empty where every config has it."""
+
+
+UNITS: Mapping[str, str] = {
+    "seed": "none: any whole number names one sequence of draws",
+    "env.symbols": "symbols",
+    "env.prompts": "tasks",
+    "env.demonstration_accuracy": "probability",
+    "env.bits": "bits",
+    "env.seed": "none: any whole number names one family of tasks",
+    "env.reward_range": "reward",
+    "protocol.rounds": "turns of each agent",
+    "agents.max_new_tokens": "tokens",
+    "agents.temperature": "none: logits are divided by it",
+    "agents.lr": "about the change of a weight in one step",
+    "agents.radius.token": "nats",
+    "agents.radius.message_mean": "nats per token",
+    "agents.warm_start.demonstrations": "demonstrations",
+    "agents.warm_start.held_out": "demonstrations",
+    "agents.warm_start.steps": "optimiser steps",
+    "agents.warm_start.batch": "demonstrations",
+    "agents.warm_start.lr": "about the change of a weight in one step",
+    "agents.warm_start.target": "probability",
+    "agents.warm_start.check_every": "optimiser steps",
+    "algorithm.stages": "stages",
+    "algorithm.episodes": "episodes",
+    "algorithm.group": "episodes per prompt",
+    "algorithm.inner_steps": "optimiser steps",
+    "algorithm.min_informative": "groups",
+    "algorithm.objective.clip": "none: distance of the ratio from 1",
+    "algorithm.objective.advantage_clip": "standard deviations",
+    "algorithm.penalty.start": "reward per nat",
+    "algorithm.penalty.low": "reward per nat",
+    "algorithm.penalty.high": "reward per nat",
+    "algorithm.line_search.halvings": "looks of the gate",
+    "gate.probe_prompts": "prompts",
+    "gate.quantile": "probability",
+    "gate.eta": "probability",
+    "gate.max_states_per_message": "token states",
+    "gate.max_states": "token states",
+    "engine.batch_size": "messages",
+    "engine.micro_tokens": "tokens, padding included",
+    "engine.threads": "threads",
+    "eval.episodes": "episodes",
+    "eval.temperature": "none: logits are divided by it",
+    "eval.update_pairs": "pairs of episodes",
+    "eval.stage_pairs": "pairs of episodes",
+    "checkpoint.keep": "agent updates (schedule joint: stages)",
+}
+"""What the number behind a key counts. Texts, switches and choices have none."""
+
+
+def explain(name: str = "") -> list[Key]:
+    """What the config knows about a key, about every key of a section, or (no name) about all.
+
+    Raises:
+        ConfigError: there is no such key; names the nearest.
+    """
+    path = re.sub(r"\.\d+(?=\.|$)", "", name)
+    found: list[Key] = []
+    for key, field, only in _fields(Config):
+        if not (path in ("", key) or key.startswith(f"{path}.")):
+            continue
+        sentence, kind, default = field.description or "", _kind(field.annotation, field.metadata), _default(field)
+        if only.startswith(f"{key} = "):  # the key that makes the choice is told once, with all that it may be
+            if any(other.path == key for other in found):
+                continue
+            arms = [(o, f) for k, f, o in _fields(Config) if k == key]
+            kind = ", ".join(o.removeprefix(f"{key} = ") for o, _ in arms)
+            what = "which table this is, and so which other keys it has."
+            sentence = " ".join([what, *(f.description or "" for _, f in arms)])
+            default, only = "required", ""
+        found.append(
+            Key(path=key, sentence=sentence.strip(), kind=kind, default=default, unit=UNITS.get(key, ""), only=only)
+        )
+    if not found:
+        raise ConfigError(f"{name}: unknown key{_nearest(name)}")
+    return found
+
+
+def _default(field: FieldInfo) -> str:
+    value = field.get_default(call_default_factory=True, validated_data={})
+    if value is PydanticUndefined:
+        return "required"
+    if value is None:
+        return "none"
+    if isinstance(value, BaseModel):
+        return "a table of defaults"
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(str, cast('tuple[object, ...]', value)))}]"
+    return "{}" if value == {} else tomli_w.dumps({"x": value}).removeprefix("x = ").strip()
+
+
+_WORDS: Mapping[Any, str] = {bool: "true or false", int: "whole number", float: "number", str: "text"}
+
+
+def _kind(annotation: Any, limits: Sequence[Any] = ()) -> str:
+    """What a value may be, in words."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _kind(inner[0], inner[1:])
+    if origin is Literal:
+        return ", ".join(f'"{choice}"' for choice in inner)
+    if origin in (Union, UnionType):
+        kinds = dict.fromkeys(_kind(arm) for arm in inner if arm is not type(None))
+        return " or ".join(kinds)
+    if origin is tuple:
+        each = [_kind(arm) for arm in inner if arm is not Ellipsis]
+        return f"list of any number of: {each[0]}" if Ellipsis in inner else f"list of: {', '.join(each)}"
+    return ", ".join([_WORDS.get(annotation, "table"), *_limits(limits)])
+
+
+def _limits(limits: Sequence[Any]) -> Iterator[str]:
+    """Bounds of a number or a text, in words."""
+    words = {"ge": "at least {}", "gt": "above {}", "le": "at most {}", "lt": "below {}"}
+    words["max_length"] = "at most {} characters"
+    # A `Field(...)` inside an `Annotated` keeps its bounds to itself.
+    for limit in [inner for one in limits for inner in (one.metadata if isinstance(one, FieldInfo) else [one])]:
+        for name, text in words.items():
+            bound = getattr(limit, name, None)
+            if bound is not None:
+                yield text.format(f"{bound:g}")
+        pattern = getattr(limit, "pattern", None)
+        if pattern is not None:
+            yield f"of the form {pattern}"
 
 
 def _explain(error: ValidationError, tree: Mapping[str, Any]) -> str:
@@ -400,4 +583,4 @@ def _nearest(path: str) -> str:
     return f"; {section or 'the top level'} has: {', '.join(there)}"
 
 
-__all__ = ["AgentOptions", "Config", "load", "parse"]
+__all__ = ["AgentOptions", "Config", "Key", "explain", "load", "parse"]

@@ -509,12 +509,22 @@ def episode_lines(row: Record) -> list[str]:
         why = f" ({cut_to(row['reason'], 200)})" if row["reason"] else ""
         cut = ", answer cut at its token limit" if row["outcome"] == "truncated" else ""
         outcome = f"reward {row['reward']:g}{why}{cut}"
-    lines = [f"{row['id']}  {outcome}", *_block("prompt", row["prompt"])]
-    for turn in row["turns"]:
+    return [f"{row['id']}  {outcome}", *_block("prompt", row["prompt"]), *turn_lines(row["turns"])]
+
+
+def turn_lines(turns: Sequence[Record]) -> list[str]:
+    """Who said what, each message under its agent and version."""
+    lines: list[str] = []
+    for turn in turns:
         version = f"@v{turn['versions'][0]}" if turn["versions"] else ""
         end = f"{len(turn['ids'])} tokens, {'cut' if turn['cut'] else turn['finish_reason']}" if turn["ids"] else ""
         lines += _block(f"{turn['agent']}{version}", turn["text"], end)
     return lines
+
+
+def answer_lines(row: Record) -> list[str]:
+    """An answered question: every message, then the team's answer."""
+    return [*turn_lines(row["turns"]), *_block("answer", row["answer"])]
 
 
 def _block(name: str, text: str, note: str = "") -> list[str]:
@@ -632,6 +642,103 @@ def fault_line(fault: Record) -> str:
 
 def _value(value: Any) -> str:
     return cut_to(to_json(value), 120)
+
+
+# ---- plans -----------------------------------------------------------------------------------------------------
+
+
+def size(count: float) -> str:
+    """Bytes for people: 12 kB, 3.4 MB, 7.1 GB."""
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= unit:
+            return f"{count / unit:.1f} {name}" if count < 10 * unit else f"{count / unit:.0f} {name}"
+    return f"{count:.0f} B"
+
+
+def plan_lines(report: Record) -> list[str]:
+    """`plan.plan` as text: what the figures rest on stands under each of them."""
+    lines = ["an estimate, for updates that are accepted whole; nothing was loaded", ""]
+    rows: list[Sequence[str]] = [["agent", "parameters", "serving", "update", "longest", "own tokens", "message length"]]
+    for a in report["agents"]:
+        e = report["episodes"][a["agent"]]
+        tokens = f"{e['rows']} rows, {e['trained_tokens']:,} tokens"
+        served = f"{a['serving']}, trained in {a['compute']}"
+        cells = [cut_to(a["agent"], 20), f"{a['parameters']:,}", served, tokens, str(e["longest_row"])]
+        rows.append([*cells, f"{e['own_tokens']:,}", e["message_length"]])
+    lines += table(rows, right=(1, 4, 5))
+    lines += ["", *_plan_memory(report["memory"]), "", *_plan_disk(report["disk"]), "", *_plan_time(report["time"])]
+    tokens = report["tokens"]
+    lines += ["", "generated tokens"]
+    for what in ("stage", "run"):
+        lines.append(f"  {what.ljust(6)} {tokens[what]['train']:,} in episodes, {tokens[what]['probe']:,} for the gate")
+    lines.append("  up to three times as many episodes where too few groups are informative")
+    return [*lines, "", *_plan_limit(report["speed_limit"])]
+
+
+def _plan_memory(memory: Record) -> list[str]:
+    at = memory["at"]
+    lines = [f"memory   {size(memory['peak'])} at the peak ({at['phase']}, update of {cut_to(at['agent'], 20)})"]
+    lines += table([[f"  {size(count)}", name] for name, count in memory["terms"].items()], right=(0,))
+    others = ", ".join(f"{name} {size(total)}" for name, total in memory["phases"].items() if total)
+    return [*lines, f"  phases: {others}"]
+
+
+def _plan_disk(disk: Record) -> list[str]:
+    kept = disk["kept"]
+    total = (
+        f"{size(kept['total'])} after the last stage, {size(disk['most'])} at most, {size(disk['written'])} written in all"
+    )
+    lines = [f"disk     {total}"]
+    for agent, total in disk["accepted_update"].items():
+        parts = f"weights {size(disk['weights_of_a_version'][agent])}, training state {size(disk['training_state'][agent])}"
+        lines.append(f"  an accepted update of {cut_to(agent, 20)}: {size(total)} ({parts})")
+    logs = ", ".join(f"{name} {size(count)}" for name, count in disk["logs_of_an_update"].items())
+    return [*lines, f"  of every update stay: {logs}; kept versions and resume points: {size(kept['state'])}"]
+
+
+def _plan_time(times: Record) -> list[str]:
+    if times["run"] is None:
+        return [f"time     {times['measured']}"]
+    stage = times["stage"]
+    parts = ", ".join(f"{name} {duration(stage[name])}" for name in stage if name != "total")
+    speed = f"{times['step_gflops_per_second']:.0f} GFLOP/s in steps of {times['step_gflops']:.3g} GFLOP a stage"
+    lines = [
+        f"time     {duration(stage['total'])} a stage, {duration(times['run'])} for all stages, {times['threads']} threads",
+        f"  a stage: {parts}",
+        f"  measured: {times['measured']}; {speed}",
+        "  each further look of the gate adds its time again; loading, version 0 and the start's episodes come before",
+    ]
+    if times["warm_starts_at_most"]:
+        lines.append(f"  warm starts before it: at most {duration(times['warm_starts_at_most'])} (none where cached)")
+    return lines
+
+
+def _plan_limit(limit: Record) -> list[str]:
+    way = f"{limit['from']:g} -> {limit['to']:g}"
+    exact = "" if limit["is_exact"] else f"; for direction {limit['direction']} it holds for small steps only"
+    lines = [f"speed limit   fewest accepted updates from {way} that a radius allows{exact}"]
+    rows: list[Sequence[str]] = [["  agent alone", "tokens", "token", "greedy", "message mean", "greedy"]]
+    for a in limit["agents"]:
+        cells = [str(a[name].get(what, "-")) for name in ("token", "message_mean") for what in ("updates", "greedy")]
+        rows.append([f"  {cut_to(a['agent'], 20)}", f"{a['tokens']:.1f}", *cells])
+    lines += table(rows, right=(1, 2, 3, 4, 5))
+    needed = limit["stages_needed"]
+    by = f"{needed['token']} stages by the token radii, {needed['message_mean']} by the message means"
+    lines.append(f"  all agents together: {by}; the plan has {limit['stages']}")
+    return [*lines, *(f"  warning: {text}" for text in limit["warnings"])]
+
+
+# ---- the config ------------------------------------------------------------------------------------------------
+
+
+def key_lines(keys: Sequence[Record]) -> list[str]:
+    """Keys of the config, each with its sentence, what it may be, its default and its unit."""
+    lines: list[str] = []
+    for key in keys:
+        lines += ["", key["path"], f"  {key['sentence']}", f"  type     {key['kind']}", f"  default  {key['default']}"]
+        lines += [f"  unit     {key['unit']}"] if key["unit"] else []
+        lines += [f"  only     where {key['only']}"] if key["only"] else []
+    return lines[1:]
 
 
 # ---- the doctor ------------------------------------------------------------------------------------------------

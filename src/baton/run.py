@@ -36,17 +36,19 @@ from baton.algorithms.sat import (
 )
 from baton.algorithms.warm_start import WarmStartRecord
 from baton.assemble import Crew, Plan
-from baton.config import Config
+from baton.config import CheckpointOptions, Config
 from baton.config import load as load_config
 from baton.core import batching
 from baton.core.keyed import SAMPLE
 from baton.engines import local
 from baton.engines.engine import Learner
-from baton.errors import BatonError, Interrupted, RunError
+from baton.errors import BatonError, DataError, Interrupted, RunError
 from baton.records import Record
 from baton.rollout import Play, Table
 from baton.team import Member, Team
-from baton.types import AgentId, Episode, Snapshot, Task, TokenBatch, Weights, verdict_word
+from baton.trackers import Trackers
+from baton.trackers import check as check_trackers
+from baton.types import AgentId, Episode, Failed, Outcome, Snapshot, Task, TokenBatch, Weights, verdict_word
 
 START_PROMPTS = 64
 """Train prompts on which the start accuracy is measured (ALGORITHMS 2.2)."""
@@ -232,9 +234,17 @@ class RunJournal:
     """Writes a run as it happens (see `records` for the layout)."""
 
     def __init__(
-        self, run: Run, plan: Plan, crew: Crew, reporter: Reporter, stop: Stop, next_versions: dict[AgentId, int]
+        self,
+        run: Run,
+        plan: Plan,
+        crew: Crew,
+        reporter: Reporter,
+        trackers: Trackers,
+        stop: Stop,
+        next_versions: dict[AgentId, int],
     ) -> None:
         self.run, self.plan, self.crew, self.reporter, self.stop = run, plan, crew, reporter, stop
+        self.trackers = trackers
         self.journal = run.path / "stages.jsonl"
         self.next_versions = next_versions
         self.points: list[tuple[bool, dict[AgentId, Record]]] = []
@@ -289,6 +299,7 @@ class RunJournal:
         write_team(self.run, position, files)
         self._prune()
         self.reporter.update(record)
+        self.trackers.tell(record)
 
     def _save(self, report: UpdateReport, promoted: tuple[Snapshot, Weights], before: Record) -> Record:
         snapshot, weights = promoted
@@ -309,23 +320,29 @@ class RunJournal:
         record: Record = {"kind": "stage", **cast("Record", records.plain(report)), "time": time.time()}
         records.append_record(self.journal, record)
         self.reporter.stage(record)
+        self.trackers.tell(record)
 
     def _prune(self) -> None:
         """Remove what no kept resume point and no kept version needs."""
-        options = self.plan.config.checkpoint
-        resumable = [i for i, (is_resumable, _) in enumerate(self.points) if is_resumable]
-        first = resumable[-options.keep] if len(resumable) >= options.keep else 0
-        needed = {
-            str(f[name]) for _, files in self.points[first:] for f in files.values() for name in ("weights", "training")
-        }
+        kept = kept_files(self.points, self.plan.config.checkpoint)
         for agent in self.points[-1][1]:
             folder = self.run.path / "state" / agent
             # Folders that no record names were never promoted: a process died before it could write the record.
-            promoted = list(dict.fromkeys(str(files[agent]["weights"]) for _, files in self.points))
-            kept = promoted if options.keep_promoted == "all" else (promoted[0], *promoted[-2:])
             for path in (*folder.glob("v[0-9]*"), *folder.glob("training-*.safetensors"), *folder.glob(".*.partial")):
-                if str(path.relative_to(self.run.path)) not in (*needed, *kept):
+                if str(path.relative_to(self.run.path)) not in kept:
                     _remove(path)
+
+
+def kept_files(points: Sequence[tuple[bool, Mapping[AgentId, Record]]], options: CheckpointOptions) -> frozenset[str]:
+    """Paths below the run directory that stay after the last of these points: what a kept resume point or a kept version
+    needs. A point is (can be resumed from, files of every agent), as in `RunJournal.points`."""
+    resumable = [i for i, (is_resumable, _) in enumerate(points) if is_resumable]
+    first = resumable[-options.keep] if len(resumable) >= options.keep else 0
+    kept = {str(f[n]) for _, files in points[first:] for f in files.values() for n in ("weights", "training") if f[n]}
+    for agent in points[-1][1]:
+        promoted = list(dict.fromkeys(str(files[agent]["weights"]) for _, files in points))
+        kept.update(promoted if options.keep_promoted == "all" else (promoted[0], *promoted[-2:]))
+    return frozenset(kept)
 
 
 def _remove(path: Path) -> None:
@@ -396,7 +413,8 @@ def train(
 
     Args:
         run: the run directory (default: runs/<name of the config file>, or runs/run).
-        resume: continue the run there; `algorithm.stages`, `[checkpoint]` and `[eval]` may have changed, nothing else.
+        resume: continue the run there; `algorithm.stages`, `[checkpoint]`, `[eval]` and `[track]` may have changed, nothing
+            else.
 
     Raises:
         ConfigError, ModelError, DataError: refused before any model loads.
@@ -408,6 +426,7 @@ def train(
         parsed, root, name = config, Path.cwd(), "run"
     else:
         parsed, root, name = load_config(config, overrides), Path(config).resolve().parent, Path(config).stem
+    check_trackers(parsed.track)
     target = Run(Path(run) if run is not None else Path("runs") / name)
     check_directory(target, parsed, resume=resume)
     with records.locked(target.path):
@@ -455,11 +474,11 @@ def resumed_config(run: Run, asked: Config, root: Path) -> tuple[Config, Path]:
     own = run.config
     if own.digest != asked.digest:
         changed = _differences(own.model_dump(mode="json"), asked.model_dump(mode="json"))
-        allowed = ("algorithm.stages", "checkpoint.", "eval.")
+        allowed = ("algorithm.stages", "checkpoint.", "eval.", "track.")
         refused = [f"{k}: {a!r} in the run, {b!r} asked" for k, a, b in changed if not k.startswith(allowed)]
         raise RunError(
-            f"{run.path} was started with another config; only algorithm.stages, [checkpoint] and [eval] may change:\n  "
-            + "\n  ".join(refused)
+            f"{run.path} was started with another config; only algorithm.stages, [checkpoint], [eval] and [track] may "
+            "change:\n  " + "\n  ".join(refused)
         )
     lines = run.records("start")
     if not lines:
@@ -519,13 +538,14 @@ async def _train(config: Config, root: Path, run: Run, reporter: Reporter, stop:
         if config.algorithm.name == "independent":
             await crew.sampler.publish(name, "start", _start_weights(run, crew, weights, name, started), 0)
     pool = assemble.grader_pool(plan)
+    trackers = Trackers(config.track, run.path, say=reporter.say)
     try:
         table = assemble.table(plan, crew.sampler, pool)
         next_versions = {name: 1 for name in names}
         for line in lines:
             if line["kind"] == "begin":
                 next_versions[line["agent"]] = int(line["version"]) + 1
-        journal = RunJournal(run, plan, crew, reporter, stop, next_versions)
+        journal = RunJournal(run, plan, crew, reporter, trackers, stop, next_versions)
         trainees = _trainees(plan, crew)
         if started is None:
             started = await _first_record(run, plan, crew, table, trainees, team, warm, threads, reporter, stop)
@@ -553,12 +573,14 @@ async def _train(config: Config, root: Path, run: Run, reporter: Reporter, stop:
             journal=journal,
         )
         _announce(world, started, position, reporter)
+        trackers.start(config.model_dump(mode="json"), run.records())
         async for reached, _ in sat.train(world, position):
             position = reached
         ending = sat.ending(world, position) or "finished"
         _say_ending(ending, position, run, reporter)
         return ending
     finally:
+        trackers.finish()
         if pool is not None:
             pool.close()
 
@@ -799,29 +821,54 @@ class LoadedTeam:
     team: Team
     close: Callable[[], None]
 
-    def play(self, task: Task | str, *, sibling: int = 0) -> Episode:
-        """One episode on a task, or on a question in plain text (graded against nothing)."""
-        if isinstance(task, str):
-            task = Task(id=f"ask:{task}", env=self.plan.env.name, prompt=task, answer="")
-            episode = complete(self._play(task, sibling, graded=False))
-        else:
-            episode = complete(self._play(task, sibling, graded=True))
-        return episode
+    def play(
+        self,
+        task: Task | str | Sequence[str],
+        *,
+        sibling: int = 0,
+        temperature: float | None = None,
+        seed: int | None = None,
+    ) -> Episode:
+        """One episode on a task, on a question that every seat gets, or on one text per seat.
 
-    async def _play(self, task: Task, sibling: int, *, graded: bool) -> Episode:
-        table = self.table if graded else replace(self.table, grade=_ungraded)
-        episodes = await table.play(
-            [Play(task=task, sibling=sibling)],
-            address=(self.plan.config.seed, "play"),
-            versions=self.team.versions,
-        )
-        return episodes[0]
+        What is no task has no answer to be compared with: its outcome is `Failed(UNGRADED)` where nothing else failed.
+
+        Args:
+            sibling: another number is another episode of the same question.
+            temperature: sampling temperature of every seat (default: each its own).
+            seed: seed of the draws (default: the run's).
+
+        Raises:
+            DataError: not one text per seat.
+        """
+        table = self.table
+        if not isinstance(task, Task):
+            task = self._asked(task)
+            table = replace(table, grade=_ungraded)
+        if temperature is not None:
+            table = replace(table, seats=tuple(replace(seat, temperature=temperature) for seat in table.seats))
+        address = (self.plan.config.seed if seed is None else seed, "play")
+        plays = [Play(task=task, sibling=sibling)]
+        return complete(table.play(plays, address=address, versions=self.team.versions))[0]
+
+    def _asked(self, question: str | Sequence[str]) -> Task:
+        env = self.plan.env.name
+        if isinstance(question, str):
+            return Task(id=f"ask:{question}", env=env, prompt=question, answer="")
+        views, seats = tuple(question), self.table.seats
+        if len(views) != len(seats):
+            raise DataError(
+                f"{len(views)} texts for {len(seats)} seats ({', '.join(s.agent for s in seats)}): give each seat its own, "
+                "or one question for all"
+            )
+        return Task(id=f"ask:{json.dumps(views)}", env=env, prompt="\n\n".join(views), views=views, answer="")
 
 
-def _ungraded(answers: Sequence[tuple[Task, str]]) -> list[Any]:
-    from baton.types import Failed
+UNGRADED = "ungraded: a plain question has no answer to compare with"
 
-    return [Failed(reason="ungraded: a plain question has no answer to compare with") for _ in answers]
+
+def _ungraded(answers: Sequence[tuple[Task, str]]) -> list[Outcome]:
+    return [Failed(reason=UNGRADED) for _ in answers]
 
 
 def load_team(path: str | Path) -> LoadedTeam:
