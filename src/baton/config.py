@@ -27,7 +27,7 @@ from baton.algorithms.options import (
 from baton.algorithms.warm_start import WarmStartOptions
 from baton.envs import EnvOptions
 from baton.errors import ConfigError, UnsupportedError
-from baton.protocols import LATER_PROTOCOLS, ChainOptions, ProtocolOptions
+from baton.protocols import ChainOptions, ProtocolOptions
 from baton.team import LATER_ORDERS
 
 
@@ -158,7 +158,6 @@ class Config(_Options):
 _RESHAPING = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 _LATER: Mapping[str, Sequence[str]] = {
-    "protocol.name": LATER_PROTOCOLS,
     "algorithm.name": ("sao",),
     "algorithm.order": LATER_ORDERS,
     "algorithm.objective.preset": LATER_PRESETS,
@@ -315,7 +314,7 @@ def _is_inside(place: tuple[int | str, ...], loc: tuple[int | str, ...], *, is_a
 
 _CHOICES: Mapping[str, str] = {
     "env": "relay, parity, reasoning_gym, jsonl, or a dotted path such as my_pkg.my_env:MyEnv",
-    "protocol": "chain or vote",
+    "protocol": "chain, vote, debate or router",
 }
 """What `name` may be where it decides which keys a section has."""
 

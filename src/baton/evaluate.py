@@ -153,8 +153,8 @@ def _baselines(bench: _Bench, team: _Result, now: Mapping[AgentId, Path], full_i
 
 def _best_single(bench: _Bench, team: _Result, now: Mapping[AgentId, Path]) -> Row:
     """The best over agents of the better of (a) one answer with n times the tokens, (b) the majority of n answers, each
-    agent asked the whole question (ALGORITHMS 3.8)."""
-    n = len(now)
+    agent asked the whole question (ALGORITHMS 3.8). n is the most messages that an episode of the team can have."""
+    n = bench.messages
     found: list[tuple[str, _Result]] = []
     for name, folder in now.items():
         codec = bench.plan.codecs[name]
@@ -184,7 +184,7 @@ def _full_information(bench: _Bench, team: _Result, spec: str | None) -> Row:
         )
     folder, codec, parameters = assemble.load_base(spec, seed=bench.plan.config.seed)
     agent = bench.plan.config.agents[-1].name
-    result = bench.measure(spec, bench.alone(agent, codec, len(bench.plan.seats)), {agent: folder}, whole_question=True)
+    result = bench.measure(spec, bench.alone(agent, codec, bench.messages), {agent: folder}, whole_question=True)
     note = f"{spec}, {parameters:,} parameters (the team has {total:,})"
     return replace(bench.row(result, team), name=name, note=note)
 
@@ -226,6 +226,7 @@ class _Bench:
         order = permutation(key(plan.config.seed, "test"), len(plan.splits.test))
         self.tasks = [plan.splits.test[i] for i in order[:wanted]]
         self.plan, self.k, self.reporter = plan, k, reporter
+        self.messages = len(plan.seats) * plan.protocol.own_turns
         self._pool = assemble.grader_pool(plan)
         self._loaded: tuple[dict[AgentId, Path], Crew] | None = None
 
@@ -246,7 +247,7 @@ class _Bench:
 
     def alone(self, name: AgentId, codec: Codec, times: int) -> _Lineup:
         """One agent that is asked the whole question and may use `times` a seat's tokens."""
-        protocol = protocols.build(ChainOptions(), 1)
+        protocol = protocols.build(ChainOptions(), [name])
         last = self.plan.seats[-1]
         system = "" if not last.system else protocol.default_system(0)
         longest = max(s.max_new_tokens for s in self.plan.seats)
@@ -255,9 +256,9 @@ class _Bench:
 
     def voting(self, name: AgentId, codec: Codec, n: int) -> _Lineup:
         """n answers of one agent and their majority."""
-        protocol = protocols.build(VoteOptions(), n)
         one = self.alone(name, codec, 1).seats[0]
-        return _Lineup(seats=tuple(replace(one, agent=f"{name}-{i + 1}") for i in range(n)), protocol=protocol)
+        seats = tuple(replace(one, agent=f"{name}-{i + 1}") for i in range(n))
+        return _Lineup(seats=seats, protocol=protocols.build(VoteOptions(), [seat.agent for seat in seats]))
 
     def measure(
         self,

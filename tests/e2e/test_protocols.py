@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import worlds
 
-from baton import config, protocols, run
+from baton import assemble, config, protocols, run
 from baton.core.keyed import key
 from baton.engines.engine import Completion, Request
 from baton.engines.table import TableCodec
-from baton.errors import ConfigError
+from baton.errors import ConfigError, TaskFault
 from baton.evaluate import evaluate
-from baton.protocols import ChainOptions, TeamProtocol, VoteOptions
+from baton.protocols import ChainOptions, DebateOptions, RouterOptions, Rule, TeamProtocol, VoteOptions
 from baton.rollout import Play, Seat, Table
-from baton.types import Episode, Failed, Scored, Task, Turn
+from baton.types import Accepted, Episode, Failed, Rejected, Scored, Task, Turn
 
 TASK = Task(id="t", env="x", prompt="the question", answer="1", views=())
 VIEWED = replace(TASK, views=("first view", "second view", "third view"))
@@ -40,17 +40,25 @@ def shown(
 
 
 def chain(seats: int = 3, **options: Any) -> TeamProtocol:
-    return protocols.build(ChainOptions(**options), seats)
+    return protocols.build(ChainOptions(**options), NAMES[:seats])
 
 
 def vote(seats: int = 3) -> TeamProtocol:
-    return protocols.build(VoteOptions(), seats)
+    return protocols.build(VoteOptions(), NAMES[:seats])
+
+
+def debate(seats: int = 3, **options: Any) -> TeamProtocol:
+    return protocols.build(DebateOptions(**options), NAMES[:seats])
+
+
+def router(seats: int = 3, rule: Rule | None = None, **options: Any) -> TeamProtocol:
+    return protocols.build(RouterOptions(**options), NAMES[:seats], rule=rule)
 
 
 def spoken(protocol: TeamProtocol, rotation: int = 0) -> list[int]:
     """Seats in the order in which they speak."""
     turns: list[Turn] = []
-    while due := protocol.due(turns, rotation):
+    while due := protocol.due(TASK, turns, rotation):
         turns += [turn(seat, "x") for seat in due]
     return [t.seat for t in turns]
 
@@ -126,7 +134,7 @@ def number(text: str) -> str | None:
 
 def test_voters_answer_the_bare_question_at_once() -> None:
     protocol = vote()
-    assert protocol.due([], 0) == (0, 1, 2) and protocol.due([turn(0, "x")], 0) == ()
+    assert protocol.due(TASK, [], 0) == (0, 1, 2) and protocol.due(TASK, [turn(s, "x") for s in range(3)], 0) == ()
     assert shown(protocol, [turn(0, "one"), turn(1, "two")], 2) == [("user", "the question")]
 
 

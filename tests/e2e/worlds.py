@@ -244,7 +244,7 @@ def accuracy(table: Table, tasks: Sequence[Task], weights: Mapping[str, Weights]
         return [math.exp(x - max(logits)) / total for x in logits]
 
     def value(task: Task, turns: tuple[Turn, ...]) -> float:
-        due = table.protocol.due(turns, 0)
+        due = table.protocol.due(task, turns, 0)
         if not due:
             said = table.protocol.answer(turns, table.normalise, hashlib.sha256(b"tie").digest()[:20])  # type: ignore[arg-type]
             outcome = table.grade([(task, said)])[0]
