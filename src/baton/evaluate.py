@@ -14,7 +14,7 @@ from typing import Any
 
 from baton import assemble, protocols
 from baton.assemble import Crew, Plan
-from baton.config import AgentOptions, Config
+from baton.config import Config
 from baton.core import scores
 from baton.core.keyed import Key, key, permutation
 from baton.engines.engine import Codec
@@ -198,6 +198,8 @@ class _Lineup:
 
     seats: tuple[Seat, ...]
     protocol: protocols.TeamProtocol
+    everyone: AgentId | None = None
+    """The agent whose model sits in every seat; None: each sits in its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,6 +245,7 @@ class _Bench:
         return _Lineup(
             seats=tuple(self._seat(s) if codec is None else self._seat(s, codec=codec) for s in self.plan.seats),
             protocol=self.plan.protocol,
+            everyone=everyone,
         )
 
     def alone(self, name: AgentId, codec: Codec, times: int) -> _Lineup:
@@ -252,13 +255,14 @@ class _Bench:
         system = "" if not last.system else protocol.default_system(0)
         longest = max(s.max_new_tokens for s in self.plan.seats)
         seat = self._seat(last, agent=name, codec=codec, system=system, max_new_tokens=longest * times)
-        return _Lineup(seats=(seat,), protocol=protocol)
+        return _Lineup(seats=(seat,), protocol=protocol, everyone=name)
 
     def voting(self, name: AgentId, codec: Codec, n: int) -> _Lineup:
         """n answers of one agent and their majority."""
         one = self.alone(name, codec, 1).seats[0]
         seats = tuple(replace(one, agent=f"{name}-{i + 1}") for i in range(n))
-        return _Lineup(seats=seats, protocol=protocols.build(VoteOptions(), [seat.agent for seat in seats]))
+        protocol = protocols.build(VoteOptions(), [seat.agent for seat in seats])
+        return _Lineup(seats=seats, protocol=protocol, everyone=name)
 
     def measure(
         self,
@@ -271,7 +275,7 @@ class _Bench:
     ) -> _Result:
         """k episodes on each test prompt."""
         plan = self.plan
-        crew = self._crew(folders)
+        crew = self._crew(folders, lineup.everyone)
         table = Table(
             seats=lineup.seats,
             protocol=lineup.protocol,
@@ -320,11 +324,11 @@ class _Bench:
             pass_at_k=sum(passes) / len(passes) if self.k > 1 else None,
         )
 
-    def _crew(self, folders: Mapping[AgentId, Path]) -> Crew:
+    def _crew(self, folders: Mapping[AgentId, Path], everyone: AgentId | None) -> Crew:
         """These agents, loaded; those of the measurement before are kept where they are the same."""
         if self._loaded is None or self._loaded[0] != folders:
             self._loaded = None  # two teams need twice the memory
-            loaded = assemble.crew(_only(self.plan.config, list(folders)), folders, learners=[])
+            loaded = assemble.crew(_only(self.plan.config, list(folders), everyone), folders, learners=[])
 
             async def publish() -> None:
                 for agent, folder in folders.items():
@@ -360,15 +364,11 @@ class _Bench:
         )
 
 
-def _only(config: Config, names: Sequence[AgentId]) -> Config:
-    """The config with one entry per name that a measurement loads (voters and lone agents are not in the file)."""
+def _only(config: Config, names: Sequence[AgentId], everyone: AgentId | None) -> Config:
+    """The config with one entry per name that a measurement loads: the agent of that name, or `everyone` under it."""
     known = {a.name: a for a in config.agents}
-    agents = tuple(known.get(n) or _like(config.agents[-1], n) for n in names)
+    agents = tuple(known[everyone or n].model_copy(update={"name": n}) for n in names)
     return config.model_copy(update={"agents": agents})
-
-
-def _like(agent: AgentOptions, name: AgentId) -> AgentOptions:
-    return agent.model_copy(update={"name": name})
 
 
 def _plain(row: Row) -> Record:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -201,10 +202,8 @@ def messages_with(change: Callable[[Message], Message]) -> Callable[..., tuple[M
     return render
 
 
-def in_turn(*values: Any) -> Callable[..., Any]:
-    """A die: another value at each call."""
-    given = iter(values * 1000)
-    return lambda *args: next(given)
+DIE = itertools.count()
+"""Another number at each call."""
 
 
 DEBATE, ROUTER = made(DebateOptions()), made(RouterOptions())
@@ -252,12 +251,12 @@ BREACHES: dict[str, tuple[Any, str]] = {
         "system prompt",
     ),
     "a die in the rendering": (
-        Broken(ROUTER, messages=lambda inner, *args, n=in_turn(0, 1): inner.messages(*args)[n() :]),
+        Broken(ROUTER, messages=lambda inner, *args: inner.messages(*args)[next(DIE) % 2 :]),
         "something else when asked again",
     ),
     "a die in the answer": (
-        Broken(DEBATE, answer=lambda inner, turns, *args, n=in_turn(0, 1): turns[n()].text),
-        "'7 #0', and '.*' when asked again",
+        Broken(DEBATE, answer=lambda inner, turns, *args: turns[next(DIE) % 2].text),
+        "the answer is '.*', and '.*' when asked again",
     ),
     "an answer that nobody gave": (Broken(DEBATE, answer=lambda inner, *args: "42"), "'42' is none of the messages"),
     "cut messages that count as whole": (Broken(ROUTER, is_cut=lambda inner, turns: False), "is_cut"),
