@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, assert_never
@@ -30,12 +30,13 @@ from baton.engines.chat import codec_of
 from baton.engines.endpoint import Endpoint, EndpointOptions
 from baton.engines.engine import Codec, Learner, Sampler
 from baton.engines.table import TableCodec, TableLearner, TableSampler, symbols_of
+from baton.envs.custom import user_code
 from baton.envs.env import Env
 from baton.envs.grading import GraderPool
 from baton.envs.jsonl import load_dialogues
 from baton.envs.splits import Splits, split
 from baton.errors import ConfigError, ModelError, TaskFault
-from baton.protocols import TeamProtocol
+from baton.protocols import RouterOptions, TeamProtocol
 from baton.records import plain, write_folder
 from baton.rollout import Grader, Seat, Table
 from baton.types import AgentId, Failed, Outcome, Scored, Task, Turn, Weights
@@ -207,7 +208,10 @@ def game(config: Config, *, root: Path) -> tuple[Env, TeamProtocol]:
     env = envs.build(config.env, n_agents=n, root=root)
     if env.seats is not None and env.seats != n:
         raise ConfigError(f"env '{env.name}' needs {env.seats} agents, the config has {n}; add or remove [[agents]]")
-    return env, protocols.build(config.protocol, n)
+    rule = None
+    if isinstance(config.protocol, RouterOptions) and config.protocol.rule != "mention":
+        rule = user_code(config.protocol.rule, key="protocol.rule", root=root)
+    return env, protocols.build(config.protocol, [agent.name for agent in config.agents], rule=rule)
 
 
 def prompt_sets(config: Config, env: Env) -> Splits:
@@ -297,16 +301,28 @@ def check_contexts(seats: Sequence[Seat], protocol: TeamProtocol, splits: Splits
             continue
         # Longer in bytes is nearly always longer in tokens; the rest is caught in play and fails that episode, counted.
         for task in sorted(tasks, key=lambda t: len(t.view(index).encode()), reverse=True)[:64]:
-            turns: list[Turn] = []
-            while (due := protocol.due(turns, 0)) and index not in due:
-                turns += [Turn(kind="observation", agent=seats[s].agent, seat=s, text="") for s in due]
-            prompt = len(seat.codec.encode(protocol.messages(task, turns, index, seat.system)))
-            if prompt + seat.max_new_tokens > seat.codec.context_length:
-                raise ConfigError(
-                    f"task {task.id}: the prompt of '{seat.agent}' has {prompt} tokens (system prompt and template too) "
-                    f"and may be answered with {seat.max_new_tokens}; its context holds {seat.codec.context_length}. "
-                    "Shorten the prompt, lower agents.max_new_tokens, or use a model with a longer context"
-                )
+            for turns in _foreseen(seats, protocol, task, index):
+                prompt = len(seat.codec.encode(protocol.messages(task, turns, index, seat.system)))
+                if prompt + seat.max_new_tokens > seat.codec.context_length:
+                    raise ConfigError(
+                        f"task {task.id}: the prompt of '{seat.agent}' has {prompt} tokens (system prompt and template too) "
+                        f"and may be answered with {seat.max_new_tokens}; its context holds {seat.codec.context_length}. "
+                        "Shorten the prompt, lower agents.max_new_tokens, or use a model with a longer context"
+                    )
+
+
+def _foreseen(seats: Sequence[Seat], protocol: TeamProtocol, task: Task, index: int) -> Iterator[Sequence[Turn]]:
+    """What may have been said, at the least, whenever this seat speaks: nothing, and the empty messages of an episode in
+    which nobody says a word. Where messages decide who is next, that episode need not have a turn of this seat."""
+    yield ()
+    turns: list[Turn] = []
+    try:
+        while due := protocol.due(task, turns, 0):
+            if turns and index in due:
+                yield tuple(turns)
+            turns += [Turn(kind="observation", agent=seats[s].agent, seat=s, text="") for s in due]
+    except TaskFault:
+        return  # that episode fails in play, and is counted there
 
 
 # ---- grading ---------------------------------------------------------------------------------------------------

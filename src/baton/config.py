@@ -32,7 +32,7 @@ from baton.algorithms.warm_start import WarmStartOptions
 from baton.engines.endpoint import EndpointOptions
 from baton.envs import EnvOptions
 from baton.errors import ConfigError, UnsupportedError
-from baton.protocols import LATER_PROTOCOLS, ChainOptions, ProtocolOptions
+from baton.protocols import ChainOptions, ProtocolOptions
 
 
 class _Options(BaseModel):
@@ -217,7 +217,6 @@ class Config(_Options):
 _RESHAPING = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 _LATER: Mapping[str, Sequence[str]] = {
-    "protocol.name": LATER_PROTOCOLS,
     "algorithm.name": ("sao",),
     "algorithm.objective.preset": LATER_PRESETS,
     "algorithm.objective.baseline": LATER_BASELINES,
@@ -523,7 +522,7 @@ def _is_inside(place: tuple[int | str, ...], loc: tuple[int | str, ...], *, is_a
 
 _CHOICES: Mapping[str, str] = {
     "env": "relay, parity, reasoning_gym, jsonl, or a dotted path such as my_pkg.my_env:MyEnv",
-    "protocol": "chain or vote",
+    "protocol": "chain, vote, debate or router",
 }
 """What `name` may be where it decides which keys a section has."""
 

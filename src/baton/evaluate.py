@@ -196,8 +196,8 @@ def _baselines(bench: Bench, team: Result, now: Mapping[AgentId, Path], full_inf
 
 def _best_single(bench: Bench, team: Result, now: Mapping[AgentId, Path]) -> Row:
     """The best over agents of the better of (a) one answer with n times the tokens, (b) the majority of n answers, each
-    agent asked the whole question (ALGORITHMS 3.8)."""
-    n = len(bench.plan.seats)
+    agent asked the whole question (ALGORITHMS 3.8). n is the most messages that an episode of the team can have."""
+    n = bench.messages
     found: list[tuple[str, Result]] = []
     for name, folder in now.items():
         codec = bench.plan.codecs[name]
@@ -229,7 +229,7 @@ def _full_information(bench: Bench, team: Result, spec: str | None) -> Row:
         )
     folder, codec, parameters = bench.outside(spec)
     agent = bench.plan.config.agents[-1].name
-    lineup = bench.alone(agent, codec, len(bench.plan.seats))
+    lineup = bench.alone(agent, codec, bench.messages)
     result = bench.measure(FULL_INFORMATION, lineup, {agent: folder}, whole_question=True)
     note = f"{spec}, {parameters:,} parameters (the team has {total:,})"
     return replace(bench.row(result, team), note=note)
@@ -244,6 +244,8 @@ class Lineup:
 
     seats: tuple[Seat, ...]
     protocol: protocols.TeamProtocol
+    everyone: AgentId | None = None
+    """The agent whose model sits in every seat; None: each sits in its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,6 +293,7 @@ class Bench:
         self.tasks = [plan.splits.test[i] for i in order[:wanted]]
         self.plan, self.k, self.reporter = plan, k, reporter
         self.results: list[Result] = []
+        self.messages = len(plan.seats) * plan.protocol.own_turns
         self._pool = assemble.grader_pool(plan)
         self._loaded: tuple[dict[AgentId, Path], Crew] | None = None
 
@@ -309,22 +312,24 @@ class Bench:
                 self._seat(s) if codec is None else self._seat(s, codec=codec, speaker=None) for s in self.plan.seats
             ),
             protocol=self.plan.protocol,
+            everyone=everyone,
         )
 
     def alone(self, name: AgentId, codec: Codec, times: int) -> Lineup:
         """One agent that is asked the whole question and may use `times` a seat's tokens."""
-        protocol = protocols.build(ChainOptions(), 1)
+        protocol = protocols.build(ChainOptions(), [name])
         last = self.plan.seats[-1]
         system = "" if not last.system else protocol.default_system(0)
         longest = max(s.max_new_tokens for s in self.plan.seats)
         seat = self._seat(last, agent=name, codec=codec, speaker=None, system=system, max_new_tokens=longest * times)
-        return Lineup(seats=(seat,), protocol=protocol)
+        return Lineup(seats=(seat,), protocol=protocol, everyone=name)
 
     def voting(self, name: AgentId, codec: Codec, n: int) -> Lineup:
         """n answers of one agent and their majority."""
-        protocol = protocols.build(VoteOptions(), n)
         one = self.alone(name, codec, 1).seats[0]
-        return Lineup(seats=tuple(replace(one, agent=f"{name}-{i + 1}") for i in range(n)), protocol=protocol)
+        seats = tuple(replace(one, agent=f"{name}-{i + 1}") for i in range(n))
+        protocol = protocols.build(VoteOptions(), [seat.agent for seat in seats])
+        return Lineup(seats=seats, protocol=protocol, everyone=name)
 
     def measure(
         self,
@@ -384,7 +389,7 @@ class Bench:
 
     def play(self, measurement: Measurement) -> Sequence[Episode]:
         """The episodes of a measurement."""
-        crew = self._crew(measurement.folders)
+        crew = self._crew(measurement.folders, measurement.lineup.everyone)
         total = len(measurement.plays) * len(measurement.lineup.seats) * measurement.lineup.protocol.own_turns
         done = [0]
 
@@ -403,11 +408,11 @@ class Bench:
 
         return complete(run())
 
-    def _crew(self, folders: Mapping[AgentId, Path]) -> Crew:
+    def _crew(self, folders: Mapping[AgentId, Path], everyone: AgentId | None) -> Crew:
         """These agents, loaded; those of the measurement before are kept where they are the same."""
         if self._loaded is None or self._loaded[0] != folders:
             self._loaded = None  # two teams need twice the memory
-            loaded = assemble.crew(_only(self.plan.config, list(folders)), folders, learners=[])
+            loaded = assemble.crew(_only(self.plan.config, list(folders), everyone), folders, learners=[])
 
             async def publish() -> None:
                 for agent, folder in folders.items():
@@ -445,12 +450,10 @@ class Bench:
         )
 
 
-def _only(config: Config, names: Sequence[AgentId]) -> Config:
-    """The config with one local entry per name that a measurement loads (voters, lone agents and an endpoint's seat that
-    another model takes are not in the file)."""
-    known = {a.name: a for a in config.agents if not a.is_remote}
-    spare = list(known.values())[-1]
-    agents = tuple(known.get(n) or spare.model_copy(update={"name": n}) for n in names)
+def _only(config: Config, names: Sequence[AgentId], everyone: AgentId | None) -> Config:
+    """The config with one entry per name that a measurement loads: the agent of that name, or `everyone` under it."""
+    known = {a.name: a for a in config.agents}
+    agents = tuple(known[everyone or n].model_copy(update={"name": n}) for n in names)
     return config.model_copy(update={"agents": agents})
 
 

@@ -36,10 +36,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from baton import assemble, records
-from baton.algorithms import sat
+from baton.algorithms.options import SatOptions
 from baton.assemble import Plan as Prepared
 from baton.config import Config
-from baton.core import batching, divergence, losses, trust_region
+from baton.core import batching, divergence, trust_region
 from baton.core.keyed import key, uniforms
 from baton.engines import local, models
 from baton.engines.engine import Request, Sampler, ScoreRequest
@@ -48,6 +48,7 @@ from baton.errors import ConfigError
 from baton.records import Record
 from baton.rollout import Seat
 from baton.run import Reporter, Silent, complete, kept_files
+from baton.team import update_order
 from baton.types import AdvantageBatch, AgentId, Episode, Scored, Task, TokenBatch, Turn, Weights
 
 BLOCK = 4096
@@ -230,7 +231,7 @@ def _message(prepared: Prepared, index: int, answer_tokens: int | None) -> tuple
 
 def _episode(prepared: Prepared, task: Task, sibling: int, said: Sequence[Said]) -> Episode:
     turns: list[Turn] = []
-    while due := prepared.protocol.due(turns, 0):
+    while due := prepared.protocol.due(task, turns, 0):
         spoken: list[Turn] = []
         for index in due:
             seat = prepared.seats[index]
@@ -392,6 +393,15 @@ def memory_terms(
     ]
 
 
+def _turns(options: SatOptions, agents: Sequence[AgentId], seed: int) -> list[tuple[int, AgentId]]:
+    """Every (stage, agent) of a run. An order that a run measures as it goes is taken as the team's own."""
+    stages = range(1, options.stages + 1)
+    if options.name == "independent":
+        return [(k, a) for a in agents for k in stages]
+    fixed = options.name == "joint" or options.order not in ("random", "static", "reverse")
+    return [(k, a) for k in stages for a in (agents if fixed else update_order(options.order, agents, seed=seed, stage=k))]
+
+
 def _memory(prepared: Prepared, team: Sequence[_Member], update: Rehearsal) -> Record:
     """Terms at the moment of the highest sum over the updates of the first two stages; later ones repeat the second."""
     config = prepared.config
@@ -402,7 +412,7 @@ def _memory(prepared: Prepared, team: Sequence[_Member], update: Rehearsal) -> R
     decoding = {part: max(w[part] for w in work.values()) for part in ("decoding", "kv")}
     moved: frozenset[AgentId] = frozenset()
     best: tuple[int, str, Phase, list[Term]] | None = None
-    for _, agent in sat.plan(two, tuple(by_name), config.seed):
+    for _, agent in _turns(two, tuple(by_name), config.seed):
         terms = memory_terms(
             team,
             by_name[agent],
@@ -586,12 +596,12 @@ def _disk(prepared: Prepared, team: Sequence[_Member], update: Rehearsal) -> Rec
         files[m.agent] = {"weights": f"state/{m.agent}/v00000", "training": start}
     points: list[tuple[bool, dict[AgentId, Record]]] = [(True, dict(files))]
     counts = dict.fromkeys(names, 0)
-    steps = sat.plan(config.algorithm, tuple(names), config.seed)
+    steps = _turns(config.algorithm, tuple(names), config.seed)
     for index, (_, agent) in enumerate(steps):
         counts[agent] += 1
         training_file = f"state/{agent}/training-{index:06d}.safetensors"
         files = {**files, agent: {"weights": f"state/{agent}/v{counts[agent]:05d}", "training": training_file}}
-        points.append((config.algorithm.name != "joint" or (index + 1) % len(names) == 0, files))
+        points.append((not config.algorithm.shares_episodes or (index + 1) % len(names) == 0, files))
     kept = kept_files(points, config.checkpoint)
     state = sum((version if "/v" in path else training)[path.split("/")[1]] for path in kept)
     logs = {
@@ -775,7 +785,7 @@ async def _timed_update(prepared: Prepared, m: _Member, folder: Path, update: Re
     read_probe, at = _spent(lambda: learner.remember(probe))
     seconds["read"] = read * scale * len(parts) + read_probe
     options = config.algorithm
-    objective = losses.Objective(weight=options.objective.weight_of(), penalty=options.penalty.start)
+    objective = options.objective.loss(penalty=options.penalty.start)
 
     def step() -> object:
         return learner.step(part, objective, lr=1e-9, anchor=anchor if objective.needs_kl else None)

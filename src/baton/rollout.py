@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from baton.core.keyed import Key, choice, key
 from baton.engines.engine import Codec, Completion, Request, Sampler, Speaker, TextRequest
-from baton.errors import BatonError
+from baton.errors import BatonError, TaskFault
 from baton.protocols import TeamProtocol
 from baton.types import AgentId, Episode, Failed, Outcome, Scored, Slot, Task, Truncated, Turn
 
@@ -178,12 +178,15 @@ class Table:
             said.append((state, turn))
         return said
 
-    def _is_over(self, state: _State, until: AgentId | None) -> bool:
-        if state.outcome is not None:
-            return True
-        if until is None:
-            return False
-        return sum(turn.agent == until for turn in state.turns) >= self.protocol.own_turns
+    def _due(self, state: _State, until: AgentId | None) -> tuple[int, ...]:
+        """Seats that speak now; nobody in an episode that failed, or after the last turn that `until` can have."""
+        if state.outcome is not None or sum(turn.agent == until for turn in state.turns) >= self.protocol.own_turns:
+            return ()
+        try:
+            return self.protocol.due(state.play.task, state.turns, state.rotation)
+        except TaskFault as fault:
+            state.outcome = Failed(reason=f"rule: {fault}")
+            return ()
 
     async def play(
         self,
@@ -202,8 +205,8 @@ class Table:
             address: start of every key (run seed, stage, agent, purpose); prompt, sibling, turn and speaker follow.
             versions: the team as promoted, written into each episode.
             slots: where each agent's weights are taken from (default: promoted).
-            until: stop after this agent's last own turn and grade nothing: the gate's probe episodes. Their outcome is
-                `Failed("probe")`, so that they can never be trained on.
+            until: stop after the last turn that this agent can have (or at the episode's end) and grade nothing: the gate's
+                probe episodes. Their outcome is `Failed("probe")`, so that they can never be trained on.
             substitute: gives a seat's message instead of its agent (seat ablation), or None to let the agent speak.
             tick: called once per message (progress, a request to stop).
         """
@@ -224,7 +227,7 @@ class Table:
             due: dict[int, list[_State]] = {}
             still: list[_State] = []
             for state in live:
-                seats = () if self._is_over(state, until) else self.protocol.due(state.turns, state.rotation)
+                seats = self._due(state, until)
                 for seat in seats:
                     due.setdefault(seat, []).append(state)
                 if seats:

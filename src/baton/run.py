@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
-from baton import assemble, records
+from baton import assemble, protocols, records
 from baton.algorithms import sat
 from baton.algorithms.acceptance import Trainee, check_floor
 from baton.algorithms.options import KNOBS, resolve_group
@@ -48,7 +48,7 @@ from baton.rollout import Play, Table
 from baton.team import Member, Team
 from baton.trackers import Trackers
 from baton.trackers import check as check_trackers
-from baton.types import AgentId, Episode, Failed, Outcome, Snapshot, Task, TokenBatch, Weights, verdict_word
+from baton.types import AgentId, Episode, Failed, Outcome, Snapshot, Task, TokenBatch, Turn, Weights, verdict_word
 
 START_PROMPTS = 64
 """Train prompts on which the start accuracy is measured (ALGORITHMS 2.2)."""
@@ -708,7 +708,7 @@ async def _first_record(
         reasons = {e.outcome.reason for e in episodes if not e.is_scored and hasattr(e.outcome, "reason")}
         raise BatonError(f"all {len(episodes)} episodes of the start failed: {sorted(reasons)[0]}")
     accuracy = sum(scored) / len(scored)
-    floors = _floors(plan, trainees, episodes)
+    floors = await _floors(plan, table, trainees, episodes, [p.task for p in plays])
     position = Position(
         team=team,
         agents={name: AgentState(beta=config.algorithm.penalty.start, lr=trainee.lr) for name, trainee in trainees.items()},
@@ -753,16 +753,35 @@ def noise_floor(learner: Learner, batch: TokenBatch) -> tuple[float, float]:
     return local.noise_floor(learner, batch) if isinstance(learner, local.LocalLearner) else (0.0, 0.0)
 
 
-def _floors(plan: Plan, trainees: Mapping[AgentId, Trainee], episodes: Sequence[Episode]) -> dict[AgentId, dict[str, float]]:
-    """Each agent's noise floor on the start episodes; a radius below it is refused (ALGORITHMS 2.4)."""
+async def _floors(
+    plan: Plan, table: Table, trainees: Mapping[AgentId, Trainee], episodes: Sequence[Episode], tasks: Sequence[Task]
+) -> dict[AgentId, dict[str, float]]:
+    """Each agent's noise floor on the start episodes; a radius below it is refused (ALGORITHMS 2.4).
+
+    An agent that nobody called in them speaks first on the same tasks: the floor is rounding, which its own words show.
+    """
     floors: dict[AgentId, dict[str, float]] = {}
-    for seat in plan.seats:
+    agents = [seat.agent for seat in plan.seats]
+    for index, seat in enumerate(plan.seats):
         if seat.agent not in trainees:
             continue
         trainee = trainees[seat.agent]
         rows = [t for e in episodes for t in batching.trajectories(e, seat.agent)]
         if not rows:
-            raise BatonError(f"'{seat.agent}' sampled no token in {len(episodes)} episodes of the start")
+
+            def alone(task: Task, turns: Sequence[Turn], names: Sequence[AgentId], index: int = index) -> int:
+                return index
+
+            protocol = protocols.build(protocols.RouterOptions(max_turns=1), agents, rule=alone)
+            asked = await replace(table, protocol=protocol).play(
+                [Play(task=t) for t in tasks],
+                address=(plan.config.seed, 0, seat.agent, "floor"),
+                versions=episodes[0].versions,
+                until=seat.agent,
+            )
+            rows = [t for e in asked for t in batching.trajectories(e, seat.agent)]
+        if not rows:
+            raise BatonError(f"'{seat.agent}' sampled no token on {len(tasks)} tasks of the start")
         batch = batching.token_batch(rows, temperature=seat.temperature)
         q99, mean = noise_floor(trainee.learner, batch)
         check_floor(trainee, (q99, mean))

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from baton import protocols
 from baton.core.advantages import reuse_weights
 from baton.core.batching import token_batch, with_advantages
 from baton.core.certificate import (
@@ -26,6 +27,7 @@ from baton.core.certificate import (
     published,
 )
 from baton.core.divergence import exact, total_variation
+from baton.core.keyed import key
 from baton.core.losses import Band, Dis, Objective
 from baton.core.trust_region import (
     fisher_rao,
@@ -37,7 +39,8 @@ from baton.core.trust_region import (
 )
 from baton.engines.engine import Anchor
 from baton.engines.table import TableLearner
-from baton.types import AdvantageBatch, Direction, GateRecord, Snapshot, TokenBatch, Trajectory
+from baton.protocols import ChainOptions, DebateOptions, ProtocolOptions, RouterOptions, TeamProtocol, VoteOptions
+from baton.types import AdvantageBatch, Direction, GateRecord, Snapshot, Task, TokenBatch, Trajectory, Turn
 from reference import mdp
 
 ROUNDING = 1e-12
@@ -254,6 +257,104 @@ def test_t4_reused_episodes_need_the_ratios_of_earlier_and_of_later_turns() -> N
                 bias[name] = max(bias[name], abs(reused - true))
     assert bias["both"] < 1e-12
     assert min(bias["none"], bias["prefix"], bias["suffix"], bias["truncated"]) > 0.1, bias
+
+
+# ---- 2.1, 2.7: the games that the protocols play ---------------------------------------------------------------
+
+PAIR, WORDS = ("ada", "bob"), ("0", "@ada", "@bob")
+
+
+def compiled(protocol: TeamProtocol, rng: np.random.Generator) -> tuple[mdp.Game, dict[tuple[int, int], str]]:
+    """The protocol as a game, and what each active (agent, state) is shown: a state is a task with its transcript, the
+    active agents are those that are due, and the reward is a random number of the task and the answer."""
+    tasks = [
+        Task(id=f"t{n}", env="x", prompt=f"question {n}", answer="", views=(f"a{n % 2}", f"b{n // 2}")) for n in range(3)
+    ]
+    waiting: list[tuple[Task, tuple[Turn, ...]]] = [(task, ()) for task in tasks]
+    active: list[tuple[int, ...]] = []
+    steps: list[dict[mdp.Joint, tuple[tuple[float, int], ...]]] = []
+    rewards: list[dict[mdp.Joint, float]] = []
+    shown: dict[tuple[int, int], str] = {}
+    pays: dict[tuple[str, str], float] = {}
+    # First in, first out: every step goes to a state that is numbered later.
+    for state in itertools.count():
+        if state == len(waiting):
+            break
+        task, turns = waiting[state]
+        due = protocol.due(task, turns, 0)
+        moves: dict[mdp.Joint, tuple[tuple[float, int], ...]] = {}
+        gains: dict[mdp.Joint, float] = {}
+        for seat in due:
+            shown[seat, state] = repr(protocol.messages(task, turns, seat, ""))
+        for joint in itertools.product(range(len(WORDS)), repeat=len(due)) if due else ():
+            wave = [Turn(kind="observation", agent=PAIR[s], seat=s, text=WORDS[a]) for s, a in zip(due, joint, strict=True)]
+            after = (*turns, *wave)
+            moves[joint], gains[joint] = ((1.0, len(waiting)),), 0.0
+            waiting.append((task, after))
+            if not protocol.due(task, after, 0):
+                answer = protocol.answer(after, lambda text: text, key("tie"))
+                gains[joint] = pays.setdefault((task.id, answer), float(rng.normal()))
+        active.append(due)
+        steps.append(moves)
+        rewards.append(gains)
+    start = tuple((1.0 / len(tasks), n) for n in range(len(tasks)))
+    return mdp.Game(len(PAIR), len(WORDS), start, tuple(active), tuple(steps), tuple(rewards)), shown
+
+
+PROTOCOLS: Mapping[str, ProtocolOptions] = {
+    "chain": ChainOptions(),
+    "chain of two rounds": ChainOptions(rounds=2),
+    "vote": VoteOptions(),
+    "debate": DebateOptions(),
+    "router": RouterOptions(max_turns=1),
+    "router of two turns": RouterOptions(),
+}
+
+
+@pytest.mark.parametrize("name", sorted(PROTOCOLS))
+def test_under_every_protocol_the_team_is_a_product_of_those_who_are_due(name: str) -> None:
+    """T1 under masked activation, with policies of what each agent is shown: the joint KL is the active agent's, the ratio
+    is exactly 1 where nobody has moved, no agent has more turns than `own_turns`, and the bounds of 3.5 hold."""
+    protocol, rng = protocols.build(PROTOCOLS[name], PAIR), np.random.default_rng(17)
+    game, shown = compiled(protocol, rng)
+    assert all(mdp.most_turns(game, agent) <= protocol.own_turns for agent in range(2))
+    assert max(mdp.most_turns(game, agent) for agent in range(2)) == protocol.own_turns
+
+    def policies(scale: float, old: Mapping[tuple[int, str], np.ndarray]) -> dict[tuple[int, str], np.ndarray]:
+        seen = sorted({(agent, text) for (agent, _), text in shown.items()})
+        return {at: old.get(at, np.zeros(game.n_actions)) + rng.normal(size=game.n_actions) * scale for at in seen}
+
+    def team_of(logits: Mapping[tuple[int, str], np.ndarray]) -> mdp.Team:
+        return {(agent, state): mdp.soft(logits[agent, text]) for (agent, state), text in shown.items()}
+
+    start = policies(1.0, {})
+    alone = 0
+    for agent in range(2):
+        moved = policies(0.3, start)
+        candidate = {at: moved[at] if at[0] == agent else start[at] for at in start}
+        old, new = team_of(start), team_of(candidate)
+        for state in [s for s, active in enumerate(game.active) if active]:
+            before, after = (mdp.joint_law(game, team, state) for team in (old, new))
+            if agent not in game.active[state]:
+                assert after == before
+                alone += 1
+                continue
+            joint = math.fsum(after[a] * math.log(after[a] / before[a]) for a in after)
+            own = exact(*(torch.tensor(t[agent, state], dtype=torch.float64).log()[None] for t in (new, old)))[0]
+            assert joint == pytest.approx(float(own), abs=1e-11)
+        error, bounds, m = error_and_bounds(game, old, new, agent)
+        assert m <= protocol.own_turns
+        assert all(error <= bound + ROUNDING for bound in bounds.values()), (error, bounds)
+    assert alone > 0 or name in ("vote", "debate"), "somebody must have been silent somewhere"
+
+
+def test_where_a_router_does_not_go_an_agent_has_no_turn_and_no_weight() -> None:
+    """Masked activation: the second agent's own-turn laws hold the probability of being called, not 1."""
+    game, shown = compiled(protocols.build(RouterOptions(max_turns=1), PAIR), np.random.default_rng(3))
+    team = dict.fromkeys(shown, (0.5, 0.3, 0.2))
+    (first,), (called,) = (mdp.own_turn_laws(game, team, agent) for agent in range(2))
+    assert math.fsum(first.values()) == pytest.approx(1.0)
+    assert math.fsum(called.values()) == pytest.approx(0.2), "the probability that ada says @bob"
 
 
 # ---- exact steps through the table learner -----------------------------------------------------------------

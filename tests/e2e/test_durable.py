@@ -22,6 +22,7 @@ from safetensors import safe_open
 from baton import assemble, cli, records, run
 from baton.config import Config
 from baton.errors import ConfigError, RunError
+from baton.evaluate import evaluate
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +162,36 @@ def test_the_torch_engine_resumes_bit_for_bit(dtype: str, straight: Any, cache: 
     worlds.check_ledger(tmp_path / "run")
     assert {u["word"] for u in run.Run(tmp_path / "run").updates} >= {"accepted", "shrunk"}
     assert run.Run(tmp_path / "run").files["first"]["steps"] > 2, "moments of before the kill were used after it"
+
+
+@pytest.mark.parametrize(
+    "protocol",
+    [
+        "{name='chain',rounds=2}",
+        "{name='vote'}",
+        "{name='debate'}",
+        "{name='router'}",
+        "{name='router',rule='worlds:handed_on',max_turns=1}",
+    ],
+)
+def test_models_under_every_protocol_train_are_killed_resumed_and_evaluated(
+    protocol: str, straight: Any, cache: Path, tmp_path: Path
+) -> None:
+    """Also where nobody ever calls the second one: its noise floor is measured and it is left as it was."""
+    settings = worlds.relay(f"protocol={protocol}", "algorithm.stages=2")
+    worlds.kill(settings, tmp_path / "run", "after the version id", nth=3)
+    worlds.go_on(settings, tmp_path / "run")
+    assert worlds.final(tmp_path / "run") == worlds.final(straight(settings))
+    serving(tmp_path / "run")
+    opened = run.Run(tmp_path / "run")
+    words = {name: [u["word"] for u in opened.updates if u["agent"] == name] for name in ("first", "second")}
+    assert set(opened.start["noise_floor"]) == {"first", "second"}
+    if "handed_on" not in protocol and "router" in protocol:
+        assert words["second"] == ["rejected", "rejected"] and opened.position.team.member("second").version == 0
+    else:
+        assert all(set(said) & {"accepted", "shrunk"} for said in words.values()), words
+    rows = {row["name"]: row for row in evaluate(tmp_path / "run", episodes=16)["rows"]}
+    assert len(rows) == 7 and all(row["n"] == 16 or row["note"].startswith("not run") for row in rows.values())
 
 
 def test_a_resumed_run_outlives_the_version_that_it_was_resumed_from(straight: Any, cache: Path, tmp_path: Path) -> None:

@@ -217,6 +217,32 @@ def world(
     return Stage(plan, own, start, journal)
 
 
+def handed_on(task: Task, turns: Sequence[Turn], names: Sequence[str]) -> int | None:
+    """A user's rule for routers: whoever spoke hands on to the next seat, or goes on itself where its message is odd."""
+    if not turns:
+        return len(task.id) % len(names)
+    return None if len(turns) == 3 else (turns[-1].seat + 1 - ord(turns[-1].text[-1:] or "0") % 2) % len(names)
+
+
+def specialists(count: int = 64) -> tuple[list[Task], Grader]:
+    """A game for a router of three: seat 0 reads which of the other two knows the bit that is asked for."""
+    tasks: list[Task] = []
+    for i in range(count):
+        who, bit = i % 2, i // 2 % 2
+        told = [f"bit {bit}" if seat == who else "bit ?" for seat in range(2)]
+        task = Task(id=f"s{i}", env="specialists", prompt=f"round {i}", answer=str(bit), views=(f"ask {'xy'[who]}", *told))
+        tasks.append(task)
+    return tasks, lookup()[1]
+
+
+def router(*overrides: str) -> Config:
+    """Tables for that game: the router can say @x or @y, the specialists 0 or 1."""
+    own = tree("rxy")
+    own["protocol"] = {"name": "router", "max_turns": 1}
+    own["agents"][0] |= {"model": "table:@xy", "max_new_tokens": 2}
+    return config.parse(own, overrides)
+
+
 def lookup(count: int = 64) -> tuple[list[Task], Grader]:
     """A game for voters: each seat reads the same two-bit number and should say its last bit."""
     tasks = [
@@ -246,7 +272,7 @@ def accuracy(table: Table, tasks: Sequence[Task], weights: Mapping[str, Weights]
         return [math.exp(x - max(logits)) / total for x in logits]
 
     def value(task: Task, turns: tuple[Turn, ...]) -> float:
-        due = table.protocol.due(turns, 0)
+        due = table.protocol.due(task, turns, 0)
         if not due:
             said = table.protocol.answer(turns, table.normalise, hashlib.sha256(b"tie").digest()[:20])  # type: ignore[arg-type]
             outcome = table.grade([(task, said)])[0]

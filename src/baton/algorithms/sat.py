@@ -50,6 +50,7 @@ from baton.types import (
     StepReport,
     Task,
     TokenDivergence,
+    Trajectory,
     Verdict,
     Weights,
     verdict_word,
@@ -413,6 +414,29 @@ def agent_batch(
     return batching.with_advantages(batch, per_episode, team=team.versions)
 
 
+def unheard(
+    gate: GateOptions,
+    episodes: Sequence[Episode],
+    values: adv.EpisodeAdvantages,
+    probe: Sequence[Trajectory],
+    agent: AgentId,
+    *,
+    looks: int,
+) -> str:
+    """Why an agent that the protocol did not let act often enough cannot be updated (masked activation); empty where it can.
+
+    Episodes without a turn of its own have no row, and such probe episodes are no units of the gate.
+    """
+    told = [bool(batching.trajectories(e, agent)) for e in episodes]
+    pulls = sum(acts and a != 0.0 for acts, a in zip(told, values.values.tolist(), strict=True))
+    if not pulls:
+        return f"'{agent}' acted in {sum(told)} of {len(episodes)} episodes, none of them with an advantage"
+    units, needed = len({t.group for t in probe}), 1
+    if gate.require_certified:
+        needed = trust_region.units_needed(level=gate.quantile, confidence_miss=gate.eta / looks)
+    return "" if units >= needed else f"'{agent}' acted on {units} probe prompts, the gate needs {needed}"
+
+
 def stats(world: World, collected: Collected, values: adv.EpisodeAdvantages) -> EpisodeStats:
     """Counts of a batch: failures by reason, tokens and cut share per agent."""
     failed = Counter(e.outcome.reason for e in collected.all if isinstance(e.outcome, Failed))
@@ -556,6 +580,10 @@ async def propose(
     # Shared episodes are of the stage's start: what has changed since is their weights' to say, or (joint) by design.
     is_shared = options.name != "sat" or (data.reuse is not None and not data.reuse.is_resampled)
     check_fresh(position.team, collected.scored, (trainee.agent,) if is_shared else position.team.agents)
+    rows = [t for e in data.probe for t in batching.trajectories(e, trainee.agent)]
+    if why := unheard(world.gate, collected.scored, values, rows, trainee.agent, looks=options.looks):
+        draft.verdict = Rejected(reason="no_signal", detail=why)  # 5
+        return state
     if data.weights is not None:
         values = replace(values, values=values.values * data.weights)
     batch = agent_batch(collected.scored, values, trainee.agent, temperature=temperature, team=position.team)
@@ -566,7 +594,6 @@ async def propose(
     )
     sums, draft.replay = check_replay(state.replay, gap, agent=trainee.agent, is_exact=trainee.is_exact)  # 6
     state = replace(state, replay=sums)
-    rows = [t for e in data.probe for t in batching.trajectories(e, trainee.agent)]
     messages = batching.token_batch(rows, temperature=temperature)
     draft.states = states = probe_states(messages, world.gate, at=(world.seed, stage, trainee.agent, PROBE))
     current = learner.remember(states.batch)

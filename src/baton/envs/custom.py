@@ -149,7 +149,7 @@ def custom_env(options: CustomOptions, *, n_agents: int, root: Path) -> CustomEn
     """
     if options.data:
         return RewardEnv(options, root=root)
-    factory = _named(options, root)
+    factory = user_code(options.name, key="env.name", root=root)
     try:
         inner = factory(**options.arguments)
     except BatonError:
@@ -167,11 +167,16 @@ def reward_function(options: CustomOptions, *, root: Path) -> RewardFunction:
     low, high = options.reward_range
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         raise ConfigError(f"env.reward_range is ({low}, {high}); give two finite numbers, the lower first")
-    return RewardFunction(_named(options, root), options.name, options.reward_range)
+    return RewardFunction(user_code(options.name, key="env.name", root=root), options.name, options.reward_range)
 
 
-def _named(options: CustomOptions, root: Path) -> Callable[..., Any]:
-    module_name, _, attribute = options.name.partition(":")
+def user_code(name: str, *, key: str, root: Path) -> Callable[..., Any]:
+    """What the dotted path `name` names, imported with `root` last on the import path; `key` is the config key that says so.
+
+    Raises:
+        ConfigError: it cannot be imported, or is nothing that can be called; names key, path, cause and remedy.
+    """
+    module_name, _, attribute = name.partition(":")
     folder = str(root.resolve())
     if folder not in sys.path:
         sys.path.append(folder)
@@ -179,13 +184,13 @@ def _named(options: CustomOptions, root: Path) -> Callable[..., Any]:
         module = importlib.import_module(module_name)
     except Exception as error:  # the documented edge: importing user code may raise anything
         raise ConfigError(
-            f"env.name = '{options.name}': importing {module_name} raised {type(error).__name__}: {error}; the import path "
+            f"{key} = '{name}': importing {module_name} raised {type(error).__name__}: {error}; the import path "
             f"is Python's, then {folder}"
         ) from error
     found = getattr(module, attribute, None)
     if not callable(found):
         what = "has no such name" if found is None else f"holds a {type(found).__name__} there, which cannot be called"
-        raise ConfigError(f"env.name = '{options.name}': {module.__file__} {what}; give a class, a factory or a function")
+        raise ConfigError(f"{key} = '{name}': {module.__file__} {what}; give a class, a factory or a function")
     return found
 
 
