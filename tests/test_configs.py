@@ -15,6 +15,7 @@ from pydantic_core import PydanticUndefined
 
 from baton.cli import main
 from baton.config import Config, keys, load, parse
+from baton.engines.adapters import LoraOptions
 from baton.errors import ConfigError, UnsupportedError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -157,6 +158,8 @@ CHANGED: Mapping[str, object] = {
     "agents.system": "Be brief.",
     "agents.max_new_tokens": 3,
     "agents.temperature": 0.7,
+    "agents.adapter": "lora",
+    "agents.device": "cpu",
     "agents.lr": 3e-4,
     "agents.warm_start.source": "dialogues.jsonl",
     "agents.warm_start.seats": "all",
@@ -195,6 +198,7 @@ CHANGED: Mapping[str, object] = {
     "engine.compute": "float32",
     "engine.batch_size": 8,
     "engine.micro_tokens": 1024,
+    "engine.resting": "disk",
     "engine.threads": 2,
     "eval.episodes": 100,
     "eval.temperature": 0.8,
@@ -246,6 +250,27 @@ def test_no_live_key_of_the_reference_is_left_out_of_that_test() -> None:
 def test_clip_reaches_the_weights_that_read_it() -> None:
     tree = put(put(the_tree(), "algorithm.objective.weight", "ppo"), "algorithm.objective.clip", 0.1)
     assert vars_of(parse(tree).algorithm.objective.weight_of()) == {"clip": 0.1}
+
+
+def test_an_adapter_is_its_defaults_or_a_table_of_its_own() -> None:
+    plain, named, own = (parse(put(the_tree(), "agents.adapter", v)).agents[0] for v in ("none", "lora", {"rank": 4}))
+    assert plain.lora is None and named.lora == LoraOptions()
+    assert own.lora == LoraOptions(rank=4) and own.lora.alpha == 32.0
+    assert parse(the_tree()).agents[1].lora is None
+    with pytest.raises(ConfigError, match=r"agents\.0\.adapter\.rnk: unknown key; did you mean agents\.adapter\.rank"):
+        parse(put(the_tree(), "agents.adapter", {"rnk": 4}))
+
+
+@pytest.mark.parametrize(("key", "value"), [("adapter", "lora"), ("device", "cpu")])
+def test_a_table_takes_neither_adapter_nor_device(key: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=r"agents\.b: a table has no adapter and no device"):
+        parse(
+            {
+                "env": {"name": "parity"},
+                "agents": [{"name": "a", "model": "table:01"}, {"name": "b", "model": "table:01", key: value}],
+                "engine": {"name": "table"},
+            }
+        )
 
 
 def vars_of(weight: object) -> dict[str, object]:

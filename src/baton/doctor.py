@@ -212,7 +212,7 @@ def _gpu() -> Record:
     if not torch.cuda.is_available():
         return _check("GPU", "ok", "none seen by torch; models run on the CPU")
     name = torch.cuda.get_device_name(0)
-    return _check("GPU", "ok", f"{name} present; engine 'local' of this version computes on the CPU")
+    return _check("GPU", "ok", f"{name} present; agents.device = 'auto' uses it")
 
 
 # ---- speed -----------------------------------------------------------------------------------------------------

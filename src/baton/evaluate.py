@@ -173,7 +173,7 @@ def _best_single(bench: _Bench, team: _Result, now: Mapping[AgentId, Path]) -> R
 
 def _full_information(bench: _Bench, team: _Result, spec: str | None) -> Row:
     name = "one model of the total size, full information"
-    total = sum(bench.plan.parameters.values())
+    total = bench.plan.total_parameters
     if spec is None:
         return Row(
             name=name,

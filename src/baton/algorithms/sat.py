@@ -452,7 +452,7 @@ async def propose(
         began = world.clock()
         draft.looks.append(look(trainee, states, current, world.gate, looks=looks, scale=1.0))  # 10
         if not draft.looks[-1][0].passed and options.line_search.halvings:
-            first = learner.snapshot()
+            first = learner.snapshot(moments=False)
             for scale in trust_region.line_search_scales(options.line_search.halvings):  # 11
                 world.journal.tick(f"{trainee.agent}: line search", options.line_search.halvings)
                 learner.blend(first, origin, scale)
