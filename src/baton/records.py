@@ -4,7 +4,7 @@
       config.toml            resolved
       stages.jsonl           one line per event (`kind`): start, begin, update, stage, resume, end; flushed and fsynced
       team.json              which agent at which version, in which folder
-      state/<agent>/v00003/  a promoted version as a plain `from_pretrained` folder, in the serving dtype
+      state/<agent>/v00003/  a promoted version as a plain `from_pretrained` (or PEFT) folder, in the serving dtype
       state/<agent>/training-00012.safetensors   AdamW moments (and fp32 masters where they differ from what is served)
       episodes/, divergences/                    parquet, one file per agent update
 

@@ -68,10 +68,12 @@ class Resting:
         inner, self._moved = self.awake, True
         inner.blend(towards, origin, scale)
 
-    def snapshot(self, *, moments: bool = True) -> Snapshot:
+    def snapshot(self, *, moments: bool = True, lend: bool = False) -> Snapshot:
         """As of any learner; where it is still what was saved, the saved state itself and no copy."""
         inner = self.awake
-        return self._origin if self._origin is not None and not self._moved else inner.snapshot(moments=moments)
+        if self._origin is not None and not self._moved:
+            return self._origin
+        return inner.snapshot(moments=moments, lend=lend)
 
     def restore(self, snapshot: Snapshot) -> None:
         self.awake.restore(snapshot)

@@ -812,6 +812,7 @@ def _blend_is_exact_at_both_ends(bench: _Bench) -> None:
         )
     learner.blend(towards, origin, 0.0)
     _require_same(learner.snapshot(), origin, "blend(0) is not the origin")
+    _require_same(learner.snapshot(lend=True), origin, "a lent snapshot is not the state")
     light = learner.snapshot(moments=False)
     name = _same_tensors(light.weights, origin.weights)
     _require(name is None, f"a snapshot without moments has another master '{name}'")

@@ -62,11 +62,15 @@ def prompts_of(sampler: LocalSampler, count: int, agent: str = "a") -> list[Toke
     return [sampler.codec(agent).encode([Message(role="user", content=f"t: {'0 7 3 5 1'[: 1 + i]}")]) for i in range(count)]
 
 
-def drawn(sampler: LocalSampler, prompts: Sequence[TokenIds], agent: str = "a", slot: Any = "promoted") -> list[Completion]:
-    requests = [
+def requests_of(prompts: Sequence[TokenIds], agent: str, slot: Any) -> list[Request]:
+    return [
         Request(id=f"r{i}", agent=agent, slot=slot, prompt_ids=p, max_new_tokens=3, temperature=1.0, key=key("test", i))
         for i, p in enumerate(prompts)
     ]
+
+
+def drawn(sampler: LocalSampler, prompts: Sequence[TokenIds], agent: str = "a", slot: Any = "promoted") -> list[Completion]:
+    requests = requests_of(prompts, agent, slot)
 
     async def gather() -> list[Completion]:
         return [completion async for completion in sampler.submit(requests)]
@@ -375,6 +379,28 @@ def test_a_name_is_never_used_again_and_what_was_replaced_is_gone(fresh: Any) ->
     del learner
     assert len(shared.names) == 1, "a learner that rests takes its adapter along"
     assert drawn(sampler, prompts_of(sampler, 1))[0].version == 4
+
+
+def test_an_adapter_in_use_stays_until_its_last_user_is_done(fresh: Any) -> None:
+    """C14: retired while a submit samples from it, it serves that submit to the end and is gone after."""
+    sampler = sampler_of({"a": fresh(0)}, batch_size=1)
+    prompts = prompts_of(sampler, 3)
+    asyncio.run(sampler.publish("a", "candidate", trained(learner_of(fresh(0)), played(fresh(0))), 1))
+    whole = drawn(sampler, prompts, slot="candidate")
+    shared = sampler._seats["a"].slots["promoted"].net.shared
+    assert shared is not None
+
+    async def interrupted() -> list[Completion]:
+        said: list[Completion] = []
+        async for completion in sampler.submit(requests_of(prompts, "a", "candidate")):
+            said.append(completion)
+            sampler.drop("a", "candidate")
+            assert len(shared.names) == 2
+        return said
+
+    assert asyncio.run(interrupted()) == whole and len(shared.names) == 1
+    with pytest.raises(MissingError, match="slot 'candidate'"):
+        drawn(sampler, prompts, slot="candidate")
 
 
 def test_a_publication_that_does_not_fit_leaves_slot_and_base_as_they_were(fresh: Any) -> None:

@@ -469,7 +469,7 @@ class RoundsMasters(Filled):
 
 
 class SharesSnapshots(Filled):
-    def snapshot(self, *, moments: bool = True) -> Snapshot:
+    def snapshot(self, *, moments: bool = True, lend: bool = False) -> Snapshot:
         real = super().snapshot(moments=moments)
         return dataclasses.replace(real, weights={n: self._masters_RV[i] for n, i in self._names.items()})
 

@@ -475,7 +475,7 @@ async def propose(
         draft.verdict = Rejected(reason="not_published", gate=record, detail=why)
         return state
     draft.fingerprint = weights.fingerprint
-    draft.promoted = (learner.snapshot(), weights)
+    draft.promoted = (learner.snapshot(lend=True), weights)
     draft.verdict = Accepted(scale=record.scale, gate=record)
     return state
 

@@ -151,8 +151,9 @@ class Learner(Protocol):
         """Masters become origin + scale * (towards - origin); moments and step count become the origin's."""
         ...
 
-    def snapshot(self, *, moments: bool = True) -> Snapshot:
-        """The exact state, as copies. Without moments it takes a third of the memory and can only be blended towards."""
+    def snapshot(self, *, moments: bool = True, lend: bool = False) -> Snapshot:
+        """The exact state, as copies. Without moments it takes a third of the memory and can only be blended towards; lent,
+        it may be the learner's own tensors, to be read before the learner moves."""
         ...
 
     def restore(self, snapshot: Snapshot) -> None: ...

@@ -750,8 +750,8 @@ class LocalLearner:
         self._round()
 
     @torch.no_grad()
-    def snapshot(self, *, moments: bool = True) -> Snapshot:
-        """Copies of masters and moments (or none), and the number of steps."""
+    def snapshot(self, *, moments: bool = True, lend: bool = False) -> Snapshot:
+        """Copies of masters and moments (or none), and the number of steps; `lend` gives the tensors themselves."""
         kept: dict[str, Tensor] = {}
         steps = 0
         for name, tensor in self._masters.items():
@@ -759,8 +759,8 @@ class LocalLearner:
             if state:
                 steps = int(state["step"])
                 for kind in ("exp_avg", "exp_avg_sq") if moments else ():
-                    kept[f"{kind}.{name}"] = state[kind].detach().cpu().clone()
-        weights = {name: tensor.detach().cpu().clone() for name, tensor in self._masters.items()}
+                    kept[f"{kind}.{name}"] = state[kind].detach().to("cpu", copy=not lend)
+        weights = {name: tensor.detach().to("cpu", copy=not lend) for name, tensor in self._masters.items()}
         return Snapshot(weights=weights, moments=kept, steps=steps)
 
     @torch.no_grad()

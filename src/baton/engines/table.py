@@ -549,7 +549,7 @@ class TableLearner:
             held[is_written_R] for held in (self._masters_RV, self._avg_RV, self._avg_sq_RV)
         )
 
-    def snapshot(self, *, moments: bool = True) -> Snapshot:
+    def snapshot(self, *, moments: bool = True, lend: bool = False) -> Snapshot:
         kept: dict[str, Tensor] = {}
         if moments and self._steps and self._optimiser == "adamw":
             for kind, held_RV in (("exp_avg", self._avg_RV), ("exp_avg_sq", self._avg_sq_RV)):
