@@ -11,7 +11,7 @@ INSTALLED := $(VENV)/.install_seconds
 SMOLLM2 := $(VENV)/.smollm2
 CLAIM := $(if $(SEED),--seed $(SEED)) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(QUICK),--quick)
 
-.PHONY: install quickstart smollm2 test lint drills replay-gap clean
+.PHONY: install quickstart smollm2 memory test lint drills replay-gap clean
 .DEFAULT_GOAL := test
 
 install: $(INSTALLED) $(SMOLLM2)
@@ -44,6 +44,9 @@ lint: $(INSTALLED) $(SMOLLM2)
 
 drills: $(INSTALLED)
 	@for drill in benchmarks/drills/*.py; do echo "== $$drill"; $(BIN)/python $$drill $(CLAIM) || exit 1; done
+
+memory: $(INSTALLED) $(SMOLLM2)
+	$(BIN)/python benchmarks/claims/memory.py $(if $(SEED),--seed $(SEED)) $(if $(QUICK),--quick)
 
 replay-gap: $(INSTALLED) $(SMOLLM2)
 	$(BIN)/python benchmarks/speed/replay_gap.py $(if $(SEED),--seed $(SEED)) $(if $(QUICK),--quick)

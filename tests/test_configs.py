@@ -16,6 +16,7 @@ from pydantic_core import PydanticUndefined
 from baton.cli import main
 from baton.config import Config, explain, keys, load, parse
 from baton.core import losses
+from baton.engines.adapters import LoraOptions
 from baton.errors import ConfigError, UnsupportedError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -171,6 +172,8 @@ CHANGED: Mapping[str, object] = {
     "agents.max_new_tokens": 3,
     "agents.temperature": 0.7,
     "agents.trainable": False,
+    "agents.adapter": "lora",
+    "agents.device": "cpu",
     "agents.lr": 3e-4,
     "agents.warm_start.source": "dialogues.jsonl",
     "agents.warm_start.seats": "all",
@@ -214,6 +217,7 @@ CHANGED: Mapping[str, object] = {
     "engine.compute": "float32",
     "engine.batch_size": 8,
     "engine.micro_tokens": 1024,
+    "engine.resting": "disk",
     "engine.threads": 2,
     "eval.episodes": 100,
     "eval.temperature": 0.8,
@@ -315,6 +319,27 @@ def test_a_preset_that_compares_with_the_whole_batch_needs_no_siblings() -> None
         else:
             with pytest.raises(ConfigError, match="compares siblings"):
                 parse(tree)
+
+
+def test_an_adapter_is_its_defaults_or_a_table_of_its_own() -> None:
+    plain, named, own = (parse(put(the_tree(), "agents.adapter", v)).agents[0] for v in ("none", "lora", {"rank": 4}))
+    assert plain.lora is None and named.lora == LoraOptions()
+    assert own.lora == LoraOptions(rank=4) and own.lora.alpha == 32.0
+    assert parse(the_tree()).agents[1].lora is None
+    with pytest.raises(ConfigError, match=r"agents\.0\.adapter\.rnk: unknown key; did you mean agents\.adapter\.rank"):
+        parse(put(the_tree(), "agents.adapter", {"rnk": 4}))
+
+
+@pytest.mark.parametrize(("key", "value"), [("adapter", "lora"), ("device", "cpu")])
+def test_a_table_takes_neither_adapter_nor_device(key: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=r"agents\.b: a table has no adapter and no device"):
+        parse(
+            {
+                "env": {"name": "parity"},
+                "agents": [{"name": "a", "model": "table:01"}, {"name": "b", "model": "table:01", key: value}],
+                "engine": {"name": "table"},
+            }
+        )
 
 
 def test_an_agents_own_radius_wins_over_the_presets() -> None:

@@ -14,21 +14,22 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol, assert_never
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from baton import envs, protocols
 from baton.algorithms.warm_start import Dialogue, WarmStartRecord, render, render_messages, warm_start
 from baton.config import AgentOptions, Config
 from baton.core.keyed import key, permutation
-from baton.engines import local, models
+from baton.engines import adapters, local, models
 from baton.engines.chat import codec_of
 from baton.engines.endpoint import Endpoint, EndpointOptions
-from baton.engines.engine import Codec, Learner, Sampler
+from baton.engines.engine import Codec, Sampler
 from baton.engines.table import TableCodec, TableLearner, TableSampler, symbols_of
 from baton.envs.custom import user_code
 from baton.envs.env import Env
@@ -37,9 +38,10 @@ from baton.envs.jsonl import load_dialogues
 from baton.envs.splits import Splits, split
 from baton.errors import ConfigError, ModelError, TaskFault
 from baton.protocols import RouterOptions, TeamProtocol
-from baton.records import plain, write_folder
+from baton.records import plain, stored, write_folder
+from baton.resting import Resting
 from baton.rollout import Grader, Seat, Table
-from baton.types import AgentId, Failed, Outcome, Scored, Task, Turn, Weights
+from baton.types import AgentId, Failed, Outcome, Scored, Snapshot, Task, Turn, Weights
 
 # ---- engines ---------------------------------------------------------------------------------------------------
 
@@ -50,15 +52,23 @@ class Crew(Protocol):
     @property
     def sampler(self) -> Sampler: ...
     @property
-    def learners(self) -> Mapping[AgentId, Learner]: ...
+    def learners(self) -> Mapping[AgentId, Resting]: ...
+    @property
+    def leaving(self) -> frozenset[AgentId]:
+        """Agents whose learners leave memory between their updates (`engine.resting`)."""
+        ...
+
     @property
     def is_exact(self) -> bool:
         """fp32 (or better) on both sides of the replay test."""
         ...
 
-    @property
-    def serves_masters(self) -> bool:
+    def serves_masters(self, agent: AgentId) -> bool:
         """What is served are the masters themselves, not a rounded copy."""
+        ...
+
+    def rest(self, agent: AgentId, saved: Callable[[], Snapshot]) -> None:
+        """Free what an agent needs only during its update: the learner, which wakes with `saved`, and a stale candidate."""
         ...
 
     def save(self, agent: AgentId, folder: Path, weights: Weights) -> None:
@@ -69,8 +79,12 @@ class Crew(Protocol):
         """Write what a frozen agent was loaded from as such a folder."""
         ...
 
+    def stored(self, folder: Path) -> Mapping[str, Tensor]:
+        """The tensors of such a folder, as they were saved."""
+        ...
+
     def load(self, folder: Path) -> Weights:
-        """The weights of such a folder, as they were saved."""
+        """The same as weights."""
         ...
 
 
@@ -78,37 +92,54 @@ class LocalCrew:
     """PyTorch models on this machine."""
 
     def __init__(self, config: Config, folders: Mapping[AgentId, Path], *, learners: Sequence[AgentId]) -> None:
-        self.serve_dtype, self.compute = precision(config, folders)
+        self.serve_dtype = serve_dtype(config, folders)
         self.folders = dict(folders)
-        self.sampler = local.LocalSampler(folders, dtype=self.serve_dtype, batch_size=config.engine.batch_size)
+        devices = devices_of(config)
+        bases = local.Bases()
+        self.sampler = local.LocalSampler(
+            folders, dtype=self.serve_dtype, batch_size=config.engine.batch_size, devices=devices, bases=bases
+        )
         self.learners = {
-            name: local.LocalLearner(
-                name,
-                folders[name],
-                serve_dtype=self.serve_dtype,
-                compute=self.compute,
-                micro_tokens=config.engine.micro_tokens,
+            name: Resting(
+                partial(
+                    local.LocalLearner,
+                    name,
+                    folders[name],
+                    serve_dtype=self.serve_dtype,
+                    compute=compute(config, folders, devices[name]),
+                    micro_tokens=config.engine.micro_tokens,
+                    device=devices[name],
+                    bases=bases,
+                )
             )
             for name in learners
         }
+        trained = {name: models.describe(folders[name]).parameters for name in learners}
+        self.leaving = frozenset(name for name in learners if leaves(config, trained[name]))
 
     @property
     def is_exact(self) -> bool:
         # Replayed log-probabilities are those of the served weights; training's own precision does not enter them.
         return self.serve_dtype == torch.float32
 
-    @property
-    def serves_masters(self) -> bool:
-        return self.serve_dtype == torch.float32
+    def serves_masters(self, agent: AgentId) -> bool:
+        return self.serve_dtype == torch.float32 or adapters.is_adapter(self.folders[agent])
+
+    def rest(self, agent: AgentId, saved: Callable[[], Snapshot]) -> None:
+        self.learners[agent].rest(saved)
+        self.sampler.drop(agent, "candidate")
 
     def save(self, agent: AgentId, folder: Path, weights: Weights) -> None:
-        models.save(folder, weights, source=self.folders[agent])
+        save_model(folder, weights, source=self.folders[agent])
+
+    def stored(self, folder: Path) -> Mapping[str, Tensor]:
+        return stored(folder / (adapters.TENSORS if adapters.is_adapter(folder) else "model.safetensors"))
 
     def copy_start(self, agent: AgentId, folder: Path) -> None:
         copy_model(self.folders[agent], folder)
 
     def load(self, folder: Path) -> Weights:
-        return weights_of(load_file(folder / "model.safetensors"))
+        return weights_of(self.stored(folder))
 
 
 class TableCrew:
@@ -118,11 +149,19 @@ class TableCrew:
         specs = {a.name: a for a in config.agents}
         self.sampler = TableSampler({name: table_codec(specs[name]) for name in folders})
         self.learners = {
-            name: TableLearner(name, table_codec(specs[name]).vocabulary, micro_tokens=config.engine.micro_tokens)
+            name: Resting(
+                partial(TableLearner, name, table_codec(specs[name]).vocabulary, micro_tokens=config.engine.micro_tokens)
+            )
             for name in learners
         }
+        self.leaving = frozenset(name for name in learners if leaves(config, 0))
         self.is_exact = True
-        self.serves_masters = True
+
+    def serves_masters(self, agent: AgentId) -> bool:
+        return True
+
+    def rest(self, agent: AgentId, saved: Callable[[], Snapshot]) -> None:
+        self.learners[agent].rest(saved)
 
     def save(self, agent: AgentId, folder: Path, weights: Weights) -> None:
         save_file({k: v.contiguous() for k, v in weights.tensors.items()}, folder / "table.safetensors")
@@ -130,8 +169,11 @@ class TableCrew:
     def copy_start(self, agent: AgentId, folder: Path) -> None:
         save_file({}, folder / "table.safetensors")  # a table without rows is uniform
 
+    def stored(self, folder: Path) -> Mapping[str, Tensor]:
+        return stored(folder / "table.safetensors")
+
     def load(self, folder: Path) -> Weights:
-        return weights_of(load_file(folder / "table.safetensors"))
+        return weights_of(self.stored(folder))
 
 
 def weights_of(tensors: Mapping[str, Tensor]) -> Weights:
@@ -151,12 +193,57 @@ def crew(config: Config, folders: Mapping[AgentId, Path], *, learners: Sequence[
             assert_never(config.engine.name)
 
 
-def precision(config: Config, folders: Mapping[AgentId, Path]) -> tuple[torch.dtype, local.Compute]:
-    """(serving dtype, compute dtype) of a run: as configured, or by size and machine (ALGORITHMS 2.11)."""
-    sizes = [models.describe(folder).parameters for folder in folders.values()]
-    serve = local.auto_dtype(sum(sizes)) if config.engine.dtype == "auto" else getattr(torch, config.engine.dtype)
-    compute = local.auto_compute(max(sizes)) if config.engine.compute == "auto" else config.engine.compute
-    return serve, compute
+def devices_of(config: Config) -> dict[AgentId, torch.device]:
+    """Where each agent's sampler and learner work. Raises ModelError where a named device does not exist."""
+    return {agent.name: local.device_of(agent.device) for agent in config.agents}
+
+
+def _loaded(config: Config, folders: Mapping[AgentId, Path]) -> dict[torch.device, list[int]]:
+    """Parameters of each model that these folders put on each device; a base that adapters share counts once."""
+    devices = devices_of(config)
+    found: dict[torch.device, dict[Path | AgentId, Path]] = {}
+    for name, folder in folders.items():
+        place = found.setdefault(devices[name], {})
+        if adapters.is_adapter(folder):
+            base = adapters.base_of(folder)
+            place[base] = base
+        else:
+            place[name] = folder
+    return {device: [models.describe(folder).parameters for folder in place.values()] for device, place in found.items()}
+
+
+def serve_dtype(config: Config, folders: Mapping[AgentId, Path]) -> torch.dtype:
+    """The one serving dtype of a run: as configured, or float32 where every device has room for it (ALGORITHMS 2.11)."""
+    if config.engine.dtype != "auto":
+        return getattr(torch, config.engine.dtype)
+    found = {local.auto_dtype(sum(sizes), device=device) for device, sizes in _loaded(config, folders).items()}
+    return torch.float32 if found == {torch.float32} else torch.bfloat16
+
+
+def compute(config: Config, folders: Mapping[AgentId, Path], device: torch.device) -> local.Compute:
+    """Precision of training's products on a device: as configured, or by the team's largest model and the device."""
+    if config.engine.compute != "auto":
+        return config.engine.compute
+    return local.auto_compute(max(max(sizes) for sizes in _loaded(config, folders).values()), device)
+
+
+def leaves(config: Config, parameters: int) -> bool:
+    """Whether a learner of so many trained parameters leaves memory between its updates."""
+    resting = config.engine.resting
+    return resting == "disk" or (resting == "auto" and parameters >= RESTS_FROM)
+
+
+RESTS_FROM = 20_000_000
+"""Trained parameters from which a learner rests on disk where the config says auto. Below, it takes less than a quarter of a
+GB (masters, moments, a copy of both), and reading it again would cost tiny models more than their update."""
+
+
+def save_model(folder: Path, weights: Weights, *, source: Path) -> None:
+    """Weights as a folder of the kind that `source` is, a whole model or an adapter."""
+    if adapters.is_adapter(source):
+        adapters.save(folder, weights, source=source)
+    else:
+        models.save(folder, weights, source=source)
 
 
 def table_codec(agent: AgentOptions) -> TableCodec:
@@ -164,8 +251,10 @@ def table_codec(agent: AgentOptions) -> TableCodec:
     return TableCodec(symbols_of(agent.model), has_end=agent.max_new_tokens > 1)
 
 
-def auto_lr(parameters: int) -> float:
-    """AdamW learning rate by size (ALGORITHMS 2.13)."""
+def auto_lr(parameters: int, *, is_adapter: bool = False) -> float:
+    """AdamW learning rate by the size of the model, or of an adapter's base (ALGORITHMS 2.13)."""
+    if is_adapter:
+        return 1e-4 if parameters < 1_000_000_000 else 1e-5
     return 1e-3 if parameters < 5_000_000 else 1e-5 if parameters < 1_000_000_000 else 2e-6
 
 
@@ -181,11 +270,12 @@ class Plan:
     protocol: TeamProtocol
     splits: Splits
     bases: Mapping[AgentId, Path]
-    """Folder of each local agent's base model; empty path for tables."""
+    """Folder of each local agent's model (where it has an adapter: of the base); empty path for tables."""
     codecs: Mapping[AgentId, Codec]
     """Of each local agent; one behind an endpoint has none."""
     seats: tuple[Seat, ...]
     parameters: Mapping[AgentId, int]
+    """Of each agent's model or base, an adapter's own not counted."""
     root: Path
 
     @property
@@ -193,9 +283,17 @@ class Plan:
         """Agents whose weights are here, in the team's order."""
         return tuple(self.codecs)
 
+    @property
+    def total_parameters(self) -> int:
+        """Of the whole team; a base that adapters share counts once."""
+        shared = {self.bases[a.name]: self.parameters[a.name] for a in self.config.agents if a.lora}
+        return sum(shared.values()) + sum(self.parameters[a.name] for a in self.config.agents if not a.lora)
+
     def lr(self, agent: AgentOptions) -> float:
         """The agent's configured learning rate, or its size's."""
-        return auto_lr(self.parameters[agent.name]) if agent.lr == "auto" else agent.lr
+        if agent.lr != "auto":
+            return agent.lr
+        return auto_lr(self.parameters[agent.name], is_adapter=agent.lora is not None)
 
 
 def game(config: Config, *, root: Path) -> tuple[Env, TeamProtocol]:
@@ -240,9 +338,12 @@ def prepare(config: Config, *, root: Path) -> Plan:
     """
     env, protocol = game(config, root=root)
     if config.engine.name == "local":
+        devices_of(config)
         for agent in config.agents:
             if not agent.is_remote:
                 models.check(agent.model)
+            if agent.lora:
+                adapters.require_peft()
     splits = prompt_sets(config, env)
     bases: dict[AgentId, Path] = {}
     codecs: dict[AgentId, Codec] = {}
@@ -257,8 +358,8 @@ def prepare(config: Config, *, root: Path) -> Plan:
         if config.engine.name == "table":
             bases[agent.name], codecs[agent.name], parameters[agent.name] = Path(), table_codec(agent), 0
             continue
-        # Seats that share a start share the random weights under it; elsewhere every seat has its own.
-        is_shared = agent.warm_start is not None and agent.warm_start.seats == "all"
+        # Seats that share a start or a base share its random weights; elsewhere every seat has its own.
+        is_shared = agent.lora is not None or has_shared_start(agent)
         folder = models.resolve(agent.model, seed=config.seed * 1000 + (0 if is_shared else i))
         bases[agent.name] = folder
         codecs[agent.name] = codec_of(folder)
@@ -286,6 +387,11 @@ def prepare(config: Config, *, root: Path) -> Plan:
         parameters=parameters,
         root=root,
     )
+
+
+def has_shared_start(agent: AgentOptions) -> bool:
+    """The agent begins with the one warm start that all seats share."""
+    return agent.warm_start is not None and agent.warm_start.seats == "all"
 
 
 def check_contexts(seats: Sequence[Seat], protocol: TeamProtocol, splits: Splits) -> None:
@@ -417,17 +523,22 @@ def start_folder(
 ) -> tuple[Path, WarmStartRecord | None, bool]:
     """The folder that this agent begins RL with, its warm start's record, and whether it came from the cache.
 
-    The cache key is everything the result depends on: base weights, demonstrations as ids, options, precision, threads.
+    The cache key is everything the result depends on: base weights, demonstrations as ids, options, precision, threads; for
+    an adapter also the fresh one that it begins as.
     """
     agent = plan.config.agents[index]
-    base = plan.bases[agent.name]
+    base = source = plan.bases[agent.name]
+    if agent.lora:
+        seat = "all" if has_shared_start(agent) else index
+        source = adapters.start(base, agent.model, agent.lora, at=(plan.config.seed, seat))
     options = agent.warm_start
     if options is None:
-        return base, None, False
+        return source, None, False
     if plan.config.engine.name != "local":
         raise ConfigError(f"agents.{agent.name}.warm_start: tables start from zeros; remove it")
     rows = dialogues(plan, index)
-    serve, compute = precision(plan.config, {agent.name: base})
+    device = local.device_of(agent.device)
+    precision = compute(plan.config, {agent.name: source}, device)
     lr = 3.0 * plan.lr(agent) if options.lr == "auto" else options.lr
     seed: tuple[str | int, ...] = (plan.config.seed, "warm start", options.seats)
     if options.seats == "own":
@@ -435,7 +546,8 @@ def start_folder(
     digest = hashlib.sha256(
         json.dumps(
             [
-                *("1", _folder_digest(base), options.model_dump(mode="json"), lr, compute, seed),
+                *("1", *(_folder_digest(folder) for folder in dict.fromkeys((base, source)))),
+                *(options.model_dump(mode="json"), lr, precision, seed, *(() if device.type == "cpu" else (device.type,))),
                 *(torch.get_num_threads(), torch.__version__, plan.config.engine.micro_tokens),
                 [(d.prompt_ids, d.reply_ids) for d in rows],
             ]
@@ -450,7 +562,12 @@ def start_folder(
         return target, WarmStartRecord(**saved), True
     # Trained with fp32 masters and stored in fp32 unless the run serves bf16: what RL starts from is what it serves.
     learner = local.LocalLearner(
-        agent.name, base, serve_dtype=serve, compute=compute, micro_tokens=plan.config.engine.micro_tokens
+        agent.name,
+        source,
+        serve_dtype=serve_dtype(plan.config, {agent.name: source}),
+        compute=precision,
+        micro_tokens=plan.config.engine.micro_tokens,
+        device=device,
     )
     record = warm_start(
         learner,
@@ -463,7 +580,7 @@ def start_folder(
     )
 
     def write(folder: Path) -> None:
-        models.save(folder, learner.weights(), source=base)
+        save_model(folder, learner.weights(), source=source)
         (folder / "warm_start.json").write_text(json.dumps(plain(record)), encoding="utf-8")
 
     write_folder(target, write)

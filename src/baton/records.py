@@ -4,7 +4,7 @@
       config.toml            resolved
       stages.jsonl           one line per event (`kind`): start, begin, update, stage, resume, end; flushed and fsynced
       team.json              which agent at which version, in which folder
-      state/<agent>/v00003/  a promoted version as a plain `from_pretrained` folder, in the serving dtype
+      state/<agent>/v00003/  a promoted version as a plain `from_pretrained` (or PEFT) folder, in the serving dtype
       state/<agent>/training-00012.safetensors   AdamW moments (and fp32 masters where they differ from what is served)
       episodes/, divergences/                    parquet, one file per agent update; episodes/start.parquet
       evaluations/001.json, 001.parquet          a report of `baton evaluate`, and the episodes it rests on
@@ -21,7 +21,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -231,12 +231,41 @@ def save_training(path: Path, snapshot: Snapshot, *, with_masters: bool) -> None
     write_file(path, lambda partial: save_file(tensors, partial, metadata=metadata))
 
 
-def load_training(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def load_training(path: Path) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
     """(masters, moments); masters are empty where the served weights are the masters."""
-    tensors = load_file(path)
-    masters = {k.removeprefix("master."): v for k, v in tensors.items() if k.startswith("master.")}
-    moments = {k.removeprefix("moment."): v for k, v in tensors.items() if k.startswith("moment.")}
-    return masters, moments
+    return stored(path, "master."), stored(path, "moment.")
+
+
+READ_WHOLE = 2**26
+"""Bytes up to which a file of tensors is read at once; the tensors of a larger one are read when they are asked for."""
+
+
+class Stored(Mapping[str, Tensor]):
+    """Tensors that lie in a safetensors file, read anew each time one is asked for: nothing is held in memory."""
+
+    def __init__(self, path: Path, prefix: str) -> None:
+        self.path, self.prefix = path, prefix
+        with safe_open(path, "pt") as file:
+            self._names = frozenset(k.removeprefix(prefix) for k in file.keys() if k.startswith(prefix))  # noqa: SIM118
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        with safe_open(self.path, "pt") as file:
+            return file.get_tensor(self.prefix + name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._names))
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def stored(path: Path, prefix: str = "") -> Mapping[str, Tensor]:
+    """The tensors of a file whose names begin with `prefix`, by the rest of their names."""
+    if path.stat().st_size > READ_WHOLE:
+        return Stored(path, prefix)
+    return {k.removeprefix(prefix): v for k, v in load_file(path).items() if k.startswith(prefix)}
 
 
 def moment_names(path: Path) -> frozenset[str]:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version as package_version
 from pathlib import Path
 from types import FrameType
@@ -44,11 +45,23 @@ from baton.engines import local
 from baton.engines.engine import Learner
 from baton.errors import BatonError, DataError, Interrupted, RunError
 from baton.records import Record
-from baton.rollout import Play, Table
+from baton.rollout import Play, Seat, Table
 from baton.team import Member, Team
 from baton.trackers import Trackers
 from baton.trackers import check as check_trackers
-from baton.types import AgentId, Episode, Failed, Outcome, Snapshot, Task, TokenBatch, Turn, Weights, verdict_word
+from baton.types import (
+    AgentId,
+    Episode,
+    Failed,
+    Outcome,
+    Snapshot,
+    Task,
+    TokenBatch,
+    Trajectory,
+    Turn,
+    Weights,
+    verdict_word,
+)
 
 START_PROMPTS = 64
 """Train prompts on which the start accuracy is measured (ALGORITHMS 2.2)."""
@@ -253,6 +266,8 @@ class RunJournal:
         self._prompts: dict[str, str] = {}
 
     def begin(self, agent: AgentId, stage: int) -> int:
+        # Nobody is being updated here: whoever was since the last update leaves.
+        put_to_rest(self.run, self.crew, self.points[-1][1])
         version = self.next_versions[agent]
         self.next_versions[agent] = version + 1
         records.append_record(self.journal, {"kind": "begin", "agent": agent, "stage": stage, "version": version})
@@ -310,9 +325,10 @@ class RunJournal:
         # A shrunk update keeps its moments (a table may have met new states), and masters that are served lie in the
         # version folder already.
         held = frozenset[str]() if training is None else records.moment_names(self.run.path / training)
-        if held != frozenset(snapshot.moments) or snapshot.steps != before["steps"] or not self.crew.serves_masters:
+        with_masters = not self.crew.serves_masters(report.agent)
+        if held != frozenset(snapshot.moments) or snapshot.steps != before["steps"] or with_masters:
             path = folder / f"training-{report.index:06d}.safetensors"
-            records.save_training(path, snapshot, with_masters=not self.crew.serves_masters)
+            records.save_training(path, snapshot, with_masters=with_masters)
             training = str(path.relative_to(self.run.path))
         return {"weights": str(version.relative_to(self.run.path)), "training": training, "steps": snapshot.steps}
 
@@ -517,8 +533,8 @@ async def _train(config: Config, root: Path, run: Run, reporter: Reporter, stop:
         folders, warm = _starts(plan, reporter, stop)
         team = Team(members=tuple(Member(agent=a.name, model=a.model) for a in config.agents))
     else:
-        # Models are built from version 0, which is never pruned and lends its tokenizer to every later version;
-        # `restore_learner` puts in the promoted weights.
+        # Models are built from version 0, which is never pruned and lends its tokenizer to every later version; learners
+        # wake with the promoted state.
         folders, warm, team = {name: run.folder(name, 0) for name in plan.local}, {}, run.position.team
         for name, files in run.files.items():
             if not (run.path / files["weights"]).is_dir():
@@ -527,16 +543,23 @@ async def _train(config: Config, root: Path, run: Run, reporter: Reporter, stop:
                     "without them"
                 )
     names = [a.name for a in config.agents if a.trainable]
-    reporter.say(f"loading {len(folders)} agents: " + ", ".join(f"{a.name} ({a.model})" for a in config.agents))
+    models = ", ".join(f"{a.name} ({a.model}{', an adapter' if a.lora else ''})" for a in config.agents)
+    reporter.say(f"loading {len(folders)} agents: {models}")
     crew = assemble.crew(config, folders, learners=names)
+    files = dict(run.files) if started is not None else dict[AgentId, Record]()
     for name in names:
-        learner = crew.learners[name]
-        if started is not None:
-            restore_learner(run, crew, learner, name)
-        weights = learner.weights()
+        if started is None:
+            files[name] = _write_start(run, crew, name)
+            put_to_rest(run, crew, {name: files[name]})
+        else:
+            crew.rest(name, partial(saved_state, run, crew, name, files[name]))
+        weights = crew.load(run.path / files[name]["weights"])
         await crew.sampler.publish(name, "promoted", weights, team.member(name).version)
         if config.algorithm.name == "independent":
-            await crew.sampler.publish(name, "start", _start_weights(run, crew, weights, name, started), 0)
+            await crew.sampler.publish(name, "start", crew.load(run.folder(name, 0)), 0)
+    for name in plan.local if started is None else ():
+        if name not in names:
+            files[name] = _copy_start(run, crew, name)
     pool = assemble.grader_pool(plan)
     trackers = Trackers(config.track, run.path, say=reporter.say)
     try:
@@ -548,11 +571,11 @@ async def _train(config: Config, root: Path, run: Run, reporter: Reporter, stop:
         journal = RunJournal(run, plan, crew, reporter, trackers, stop, next_versions)
         trainees = _trainees(plan, crew)
         if started is None:
-            started = await _first_record(run, plan, crew, table, trainees, team, warm, threads, reporter, stop)
+            started = await _first_record(run, plan, crew, table, trainees, team, files, warm, threads, reporter, stop)
             records.append_record(journal_file, started)
         elif lines[-1] is not started:
-            records.append_record(journal_file, {"kind": "resume", **facts(threads), "time": time.time()})
-            _compare_facts(started, facts(threads), reporter)
+            records.append_record(journal_file, {"kind": "resume", **facts(config, threads), "time": time.time()})
+            _compare_facts(started, facts(config, threads), reporter)
         catch_up(run, trainees, config.algorithm.name)
         journal.points = [(True, started["files"])]
         journal.points += [
@@ -601,22 +624,40 @@ def settle(run: Run, config: Config) -> list[Record]:
     return lines
 
 
-def restore_learner(run: Run, crew: Crew, learner: Learner, agent: AgentId) -> None:
-    """Put an agent's learner exactly where its last promotion left it: masters, moments, steps."""
-    files = run.files[agent]
-    snapshot = learner.snapshot()
-    weights = crew.load(run.path / files["weights"]).tensors if crew.serves_masters else {}
+def saved_state(run: Run, crew: Crew, agent: AgentId, files: Record) -> Snapshot:
+    """Where its last promotion left an agent's learner: masters, moments, steps."""
+    masters: Mapping[str, torch.Tensor] = {}
     moments: Mapping[str, torch.Tensor] = {}
     if files["training"] is not None:
         masters, moments = records.load_training(run.path / files["training"])
-        weights = masters or weights
-    learner.restore(Snapshot(weights=weights or snapshot.weights, moments=moments, steps=int(files["steps"])))
+    weights = crew.stored(run.path / files["weights"]) if crew.serves_masters(agent) else masters
+    return Snapshot(weights=weights, moments=moments, steps=int(files["steps"]))
 
 
-def _start_weights(run: Run, crew: Crew, now: Weights, agent: AgentId, started: Record | None) -> Weights:
-    if started is None:
-        return now
-    return crew.load(run.folder(agent, 0))
+def put_to_rest(run: Run, crew: Crew, files: Mapping[AgentId, Record]) -> None:
+    """Those of these agents that leave memory between their updates do so; what they wake with are the files."""
+    for agent in crew.leaving & files.keys():
+        crew.rest(agent, partial(saved_state, run, crew, agent, files[agent]))
+
+
+def _write_start(run: Run, crew: Crew, agent: AgentId) -> Record:
+    """Version 0 of an agent on disk, and the files that it is."""
+    learner, folder = crew.learners[agent], run.path / records.version_folder(agent, 0)
+    weights = learner.weights()
+    records.write_folder(folder, lambda partial: crew.save(agent, partial, weights))
+    training: str | None = None
+    if not crew.serves_masters(agent):
+        path = run.path / "state" / agent / "training-start.safetensors"
+        records.save_training(path, learner.snapshot(), with_masters=True)
+        training = str(path.relative_to(run.path))
+    return {"weights": str(folder.relative_to(run.path)), "training": training, "steps": 0}
+
+
+def _copy_start(run: Run, crew: Crew, agent: AgentId) -> Record:
+    """What a frozen agent is, on disk like everybody's version 0, and its files."""
+    folder = run.path / records.version_folder(agent, 0)
+    records.write_folder(folder, lambda partial: crew.copy_start(agent, partial))
+    return {"weights": str(folder.relative_to(run.path)), "training": None, "steps": 0}
 
 
 def _starts(
@@ -669,32 +710,14 @@ async def _first_record(
     table: Table,
     trainees: Mapping[AgentId, Trainee],
     team: Team,
+    files: Mapping[AgentId, Record],
     warm: Mapping[AgentId, tuple[WarmStartRecord, bool]],
     threads: int,
     reporter: Reporter,
     stop: Stop,
 ) -> Record:
-    """Version 0 on disk, the start accuracy, the noise floors: all that a run decides once."""
+    """The start accuracy, the noise floors: all that a run decides once."""
     config = plan.config
-    files: dict[AgentId, Record] = {}
-    fingerprints: dict[AgentId, str] = {}
-    for name, trainee in trainees.items():
-        folder = run.path / records.version_folder(name, 0)
-        weights = trainee.learner.weights()
-        fingerprints[name] = weights.fingerprint
-        records.write_folder(folder, lambda partial, n=name, w=weights: crew.save(n, partial, w))
-        training: str | None = None
-        if not crew.serves_masters:
-            path = run.path / "state" / name / "training-start.safetensors"
-            records.save_training(path, trainee.learner.snapshot(), with_masters=True)
-            training = str(path.relative_to(run.path))
-        files[name] = {"weights": str(folder.relative_to(run.path)), "training": training, "steps": 0}
-    for name in plan.local:
-        if name not in trainees:
-            folder = run.path / records.version_folder(name, 0)
-            records.write_folder(folder, lambda partial, n=name: crew.copy_start(n, partial))
-            fingerprints[name] = crew.load(folder).fingerprint
-            files[name] = {"weights": str(folder.relative_to(run.path)), "training": None, "steps": 0}
 
     def tick() -> None:
         stop.check()
@@ -708,7 +731,12 @@ async def _first_record(
         reasons = {e.outcome.reason for e in episodes if not e.is_scored and hasattr(e.outcome, "reason")}
         raise BatonError(f"all {len(episodes)} episodes of the start failed: {sorted(reasons)[0]}")
     accuracy = sum(scored) / len(scored)
-    floors = await _floors(plan, table, trainees, episodes, [p.task for p in plays])
+    floors: dict[AgentId, dict[str, float]] = {}
+    for index, seat in enumerate(plan.seats):
+        if seat.agent in trainees:
+            rows = await _own_words(plan, table, index, episodes, [p.task for p in plays])
+            floors[seat.agent] = _floor(seat, trainees[seat.agent], crew, rows)
+            put_to_rest(run, crew, {seat.agent: files[seat.agent]})
     position = Position(
         team=team,
         agents={name: AgentState(beta=config.algorithm.penalty.start, lr=trainee.lr) for name, trainee in trainees.items()},
@@ -719,7 +747,7 @@ async def _first_record(
         "time": time.time(),
         "digest": config.digest,
         "root": str(plan.root),
-        **facts(threads),
+        **facts(config, threads),
         "splits": records.plain(plan.splits.record),
         "parameters": dict(plan.parameters),
         "warm_start": {n: {**records.plain(r), "cached": cached} for n, (r, cached) in warm.items()},
@@ -730,8 +758,8 @@ async def _first_record(
         "facts": dict(plan.env.facts(len(plan.seats))),
         "is_repeatable": all(seat.speaker is None for seat in plan.seats),
         "episodes_file": START_EPISODES,
-        "fingerprints": fingerprints,
-        "files": files,
+        "fingerprints": {name: crew.load(run.path / f["weights"]).fingerprint for name, f in files.items()},
+        "files": dict(files),
         "position": records.position_record(position),
     }
 
@@ -753,46 +781,46 @@ def noise_floor(learner: Learner, batch: TokenBatch) -> tuple[float, float]:
     return local.noise_floor(learner, batch) if isinstance(learner, local.LocalLearner) else (0.0, 0.0)
 
 
-async def _floors(
-    plan: Plan, table: Table, trainees: Mapping[AgentId, Trainee], episodes: Sequence[Episode], tasks: Sequence[Task]
-) -> dict[AgentId, dict[str, float]]:
-    """Each agent's noise floor on the start episodes; a radius below it is refused (ALGORITHMS 2.4).
+async def _own_words(
+    plan: Plan, table: Table, index: int, episodes: Sequence[Episode], tasks: Sequence[Task]
+) -> list[Trajectory]:
+    """What the agent in this seat said in the episodes of the start; where nobody called it, it speaks first on the same
+    tasks: the noise floor is rounding, which any words of its own show."""
+    seat = plan.seats[index]
+    rows = [t for e in episodes for t in batching.trajectories(e, seat.agent)]
+    if rows:
+        return rows
 
-    An agent that nobody called in them speaks first on the same tasks: the floor is rounding, which its own words show.
-    """
-    floors: dict[AgentId, dict[str, float]] = {}
-    agents = [seat.agent for seat in plan.seats]
-    for index, seat in enumerate(plan.seats):
-        if seat.agent not in trainees:
-            continue
-        trainee = trainees[seat.agent]
-        rows = [t for e in episodes for t in batching.trajectories(e, seat.agent)]
-        if not rows:
+    def alone(task: Task, turns: Sequence[Turn], names: Sequence[AgentId]) -> int:
+        return index
 
-            def alone(task: Task, turns: Sequence[Turn], names: Sequence[AgentId], index: int = index) -> int:
-                return index
-
-            protocol = protocols.build(protocols.RouterOptions(max_turns=1), agents, rule=alone)
-            asked = await replace(table, protocol=protocol).play(
-                [Play(task=t) for t in tasks],
-                address=(plan.config.seed, 0, seat.agent, "floor"),
-                versions=episodes[0].versions,
-                until=seat.agent,
-            )
-            rows = [t for e in asked for t in batching.trajectories(e, seat.agent)]
-        if not rows:
-            raise BatonError(f"'{seat.agent}' sampled no token on {len(tasks)} tasks of the start")
-        batch = batching.token_batch(rows, temperature=seat.temperature)
-        q99, mean = noise_floor(trainee.learner, batch)
-        check_floor(trainee, (q99, mean))
-        floors[seat.agent] = {"token": q99, "message_mean": mean}
-    return floors
+    agents = [s.agent for s in plan.seats]
+    protocol = protocols.build(protocols.RouterOptions(max_turns=1), agents, rule=alone)
+    asked = await replace(table, protocol=protocol).play(
+        [Play(task=t) for t in tasks],
+        address=(plan.config.seed, 0, seat.agent, "floor"),
+        versions=episodes[0].versions,
+        until=seat.agent,
+    )
+    rows = [t for e in asked for t in batching.trajectories(e, seat.agent)]
+    if not rows:
+        raise BatonError(f"'{seat.agent}' sampled no token on {len(tasks)} tasks of the start")
+    return rows
 
 
-def facts(threads: int) -> Record:
+def _floor(seat: Seat, trainee: Trainee, crew: Crew, rows: Sequence[Trajectory]) -> dict[str, float]:
+    """An agent's noise floor on its own words; a radius below it is refused (ALGORITHMS 2.4)."""
+    batch = batching.token_batch(rows, temperature=seat.temperature)
+    q99, mean = noise_floor(crew.learners[seat.agent].awake, batch)
+    check_floor(trainee, (q99, mean))
+    return {"token": q99, "message_mean": mean}
+
+
+def facts(config: Config, threads: int) -> Record:
     """What bitwise equality of a resumed run rests on."""
+    packages = ["baton-rl", "torch", "transformers", "numpy", *(["peft"] if any(a.lora for a in config.agents) else [])]
     return {
-        "versions": {name: package_version(name) for name in ("baton-rl", "torch", "transformers", "numpy")},
+        "versions": {name: package_version(name) for name in packages},
         "python": platform.python_version(),
         "machine": platform.machine(),
         "threads": threads,

@@ -978,6 +978,14 @@ def _blend_is_exact_at_both_ends(bench: _Bench) -> None:
         )
     learner.blend(towards, origin, 0.0)
     _require_same(learner.snapshot(), origin, "blend(0) is not the origin")
+    _require_same(learner.snapshot(lend=True), origin, "a lent snapshot is not the state")
+    light = learner.snapshot(moments=False)
+    name = _same_tensors(light.weights, origin.weights)
+    _require(name is None, f"a snapshot without moments has another master '{name}'")
+    _require(not light.moments, "a snapshot without moments holds some")
+    learner.blend(dataclasses.replace(towards, moments={}), origin, 1.0)
+    name = _same_tensors(learner.snapshot().weights, towards.weights)
+    _require(name is None, f"blend(1) towards a snapshot without moments is not it: master '{name}' differs")
 
 
 def _penalty_acts_where_it_can(bench: _Bench) -> None:

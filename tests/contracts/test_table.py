@@ -469,8 +469,8 @@ class RoundsMasters(Filled):
 
 
 class SharesSnapshots(Filled):
-    def snapshot(self) -> Snapshot:
-        real = super().snapshot()
+    def snapshot(self, *, moments: bool = True, lend: bool = False) -> Snapshot:
+        real = super().snapshot(moments=moments)
         return dataclasses.replace(real, weights={n: self._masters_RV[i] for n, i in self._names.items()})
 
     def _apply(self, gradient_RV: Tensor, norm: float, lr: float) -> None:

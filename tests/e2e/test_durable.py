@@ -225,7 +225,7 @@ def test_an_exported_agent_is_a_plain_model_of_the_configured_dtype_with_its_tie
     crew = assemble.crew(opened.config, {"first": folder}, learners=["first"])
     ids = torch.arange(3, 15)[None]
     with torch.no_grad():
-        net: Any = crew.learners["first"]
+        net: Any = crew.learners["first"].awake
         served = net._serve.logits(net._serve.hidden(ids))
         assert torch.equal(model(input_ids=ids).logits, served)
     accepted = [u for u in opened.updates if u["agent"] == "first" and u["to_version"] is not None]
@@ -305,7 +305,7 @@ def test_everything_that_adapts_comes_back(tmp_path: Path, straight: Any) -> Non
     stage.train()
     assert opened.position.agents == stage.position.agents and opened.position.done == stage.position.done == 4
     for name in names:
-        run.restore_learner(opened, crew, crew.learners[name], name)
+        crew.rest(name, lambda name=name: run.saved_state(opened, crew, name, opened.files[name]))
         back = crew.learners[name].snapshot()
         assert back.moments and worlds.same(back, stage.learner(name).snapshot())
     assert plan.splits.record == opened.start["splits"]

@@ -80,6 +80,12 @@ def relay(*overrides: str) -> Config:
     )
 
 
+def adapters(*overrides: str) -> Config:
+    """The same two seats as adapters of different rank on one base."""
+    parts = [f"agents.{i}.adapter={{rank={rank}, alpha=8}}" for i, rank in enumerate((4, 2))]
+    return relay(*parts, "agents.0.lr=0.03", "agents.1.lr=0.03", *overrides)
+
+
 # ---- stage mode in this process --------------------------------------------------------------------------------
 
 
@@ -499,7 +505,7 @@ def in_its_own_process(function: Callable[..., None], *arguments: Any, limit: fl
     """Exit code of the function in a fresh process, forked from a server that has imported baton and done nothing else
     (an interpreter of its own costs seconds, and a fork of pytest would inherit what the tests did)."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["baton.run", "transformers.models.qwen3.modeling_qwen3"])
+    context.set_forkserver_preload(["baton.run", "transformers.models.qwen3.modeling_qwen3", "peft"])
     process = context.Process(target=function, args=arguments)
     process.start()
     process.join(limit)

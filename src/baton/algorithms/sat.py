@@ -614,7 +614,7 @@ async def propose(
         draft.seconds["train"] = world.clock() - began
         began = world.clock()
         if not passes(1.0) and options.looks > 1:  # 10
-            first = learner.snapshot()
+            first = learner.snapshot(moments=False)
             length = _distance(first, origin)
             for r in range(1, options.backtrack.tries):
                 learner.restore(origin)
@@ -622,7 +622,9 @@ async def propose(
                 beta = 0.0 if state.beta == 0.0 else trust_region.retry_penalty(state.beta, r)
                 lr = trust_region.retry_lr(state.lr, r)
                 trained(beta, lr)
-                total, by_lr, by_beta = trust_region.shrinkage(length, _distance(learner.snapshot(), origin), lr / state.lr)
+                total, by_lr, by_beta = trust_region.shrinkage(
+                    length, _distance(learner.snapshot(moments=False), origin), lr / state.lr
+                )
                 draft.retries.append(Retry(beta=beta, lr=lr, shrink_total=total, shrink_lr=by_lr, shrink_beta=by_beta))
                 if total > 0.0 and passes(min(1.0, total), attempt=r):
                     break
@@ -648,7 +650,7 @@ async def propose(
         draft.verdict = Rejected(reason="not_published", gate=record, detail=why)
         return state
     draft.fingerprint = weights.fingerprint
-    draft.promoted = (learner.snapshot(), weights)
+    draft.promoted = (learner.snapshot(lend=True), weights)
     draft.verdict = Accepted(scale=record.scale, gate=record)
     return state
 

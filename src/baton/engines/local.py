@@ -7,6 +7,7 @@ Axes: B rows, U different prompts of a decode batch, T tokens, N action states i
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 import math
 import os
@@ -18,6 +19,7 @@ from typing import Any, Literal, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional
@@ -27,7 +29,8 @@ from baton.core import divergence, keyed
 from baton.core.batching import micro_batches
 from baton.core.losses import Objective
 from baton.core.trust_region import quantile_point
-from baton.engines import models
+from baton.engines import adapters, models
+from baton.engines.adapters import Adapter, Shared
 from baton.engines.chat import ChatCodec, codec_of
 from baton.engines.engine import Anchor, Completion, Request, ScoreRequest
 from baton.errors import DataError, MissingError, ModelError, NonFiniteError, PublishError, UnsupportedError
@@ -58,7 +61,10 @@ BF16_PAYS_FROM = 20_000_000
 
 
 class _Net:
-    """A causal LM in two halves, hidden states and head, so that logits are made only where they are read."""
+    """A causal LM in two halves, hidden states and head, so that logits are made only where they are read.
+
+    Either a model of its own, or an adapter on a base that others use too (`Bases`).
+    """
 
     def __init__(self, folder: Path, *, dtype: torch.dtype, device: torch.device) -> None:
         model = models.load(folder, dtype=dtype)
@@ -79,11 +85,19 @@ class _Net:
         self.layers = int(config.num_hidden_layers)
         self.cache_argument = "cache" if "cache" in inspect.signature(self.base.forward).parameters else "past_key_values"
         self.forbidden = _forbidden(folder, rows=int(self.head.weight.shape[0])).to(device)
+        self.shared: Shared | None = None
+        self.adapter: Adapter | None = None
         self._verify_halves()
+
+    def body(self, **arguments: Any) -> Float[Tensor, "B T D"]:
+        """Final hidden states, under this network's own adapter where it has one."""
+        if self.shared is not None:
+            self.shared.activate(self.adapter)
+        return self.base(**arguments).last_hidden_state
 
     def hidden(self, ids_BT: Int[Tensor, "B T"]) -> Float[Tensor, "B T D"]:
         """Final hidden states of right-padded rows: causal attention never looks at the padding, so no mask is needed."""
-        return self.base(input_ids=ids_BT, use_cache=False).last_hidden_state
+        return self.body(input_ids=ids_BT, use_cache=False)
 
     def logits(self, hidden: Float[Tensor, "S D"]) -> Float[Tensor, "S V"]:
         """Unembedding as this model defines it (bias and soft cap included)."""
@@ -92,6 +106,35 @@ class _Net:
     def law(self, hidden: Float[Tensor, "S D"], *, temperature: float) -> Float[Tensor, "S V"]:
         """fp32 log-probabilities of the next token at this temperature; rows beyond the tokenizer have probability 0."""
         return divergence.log_law(self.logits(hidden), temperature=temperature, forbidden=self.forbidden)
+
+    def masters(self) -> dict[str, nn.Parameter]:
+        """What is trained, by name: every parameter of a model, or an adapter's."""
+        return dict(self.model.named_parameters()) if self.adapter is None else dict(self.adapter.parameters)
+
+    def held(self) -> dict[str, Tensor]:
+        """What is served and published, by the names that it is saved under."""
+        if self.adapter is None:
+            return models.held_tensors(self.model)
+        return {name: parameter.detach() for name, parameter in self.adapter.parameters.items()}
+
+    def adapted(self, folder: Path, *, is_trained: bool) -> _Net:
+        """This base under a new adapter of the folder's shape, whose tensors are still to be filled."""
+        if self.shared is None:
+            self.shared = Shared(self.model)
+        net = copy.copy(self)
+        net.folder = folder
+        net.adapter = self.shared.add(folder, is_trained=is_trained)
+        return net
+
+    def twin(self) -> _Net:
+        """The same network with tensors of its own (an adapter's twin shares the base as it does)."""
+        if self.adapter is not None:
+            return self.adapted(self.folder, is_trained=False)
+        net = copy.copy(self)
+        net.model = copy.deepcopy(self.model)
+        net.base = cast(Any, net.model).base_model
+        net.head = cast(nn.Linear, cast(Any, net.model).get_output_embeddings())
+        return net
 
     def _verify_halves(self) -> None:
         ids = torch.arange(8, device=self.device).remainder(int(self.head.weight.shape[0]))[None]
@@ -104,6 +147,29 @@ class _Net:
                 f"{self.folder}: head(hidden states) is {gap:.3g} away from the model's own logits (bound {bound:.3g}); "
                 "this architecture scales its logits in a way that the local engine does not know"
             )
+
+
+class Bases:
+    """The bases that adapters share: each is loaded once per dtype and device, for samplers and learners together."""
+
+    def __init__(self) -> None:
+        self._nets: dict[tuple[Path, torch.dtype, torch.device], _Net] = {}
+
+    def adapted(self, folder: Path, *, dtype: torch.dtype, device: torch.device, is_trained: bool) -> _Net:
+        """The adapter of this folder on its base in `dtype`; the adapter's own tensors are fp32."""
+        place = (adapters.base_of(folder).resolve(), dtype, device)
+        if place not in self._nets:
+            self._nets[place] = _Net(place[0], dtype=dtype, device=device)
+        net = self._nets[place].adapted(folder, is_trained=is_trained)
+        saved, own = load_file(folder / adapters.TENSORS), net.held()
+        if saved.keys() != own.keys():
+            raise ModelError(
+                f"{folder / adapters.TENSORS} does not fit its {adapters.CONFIG} and base: "
+                f"{sorted(saved.keys() ^ own.keys())[:4]} are on one side only"
+            )
+        for name, tensor in own.items():
+            tensor.copy_(saved[name])
+        return net
 
 
 def _unembed(
@@ -215,7 +281,7 @@ def _decode(
         column_T = torch.arange(width, device=device)
         arguments["attention_mask"] = (column_T >= pad_U[:, None]).long()
         arguments["position_ids"] = (column_T - pad_U[:, None]).clamp(min=0)
-    hidden_UD: Tensor = net.base(input_ids=ids_UT, **arguments).last_hidden_state[:, -1]
+    hidden_UD = net.body(input_ids=ids_UT, **arguments)[:, -1]
     log_law = net.law(hidden_UD, temperature=temperature)[prompt_of]
 
     limits: list[int] = [row.limit for row in rows]
@@ -258,7 +324,7 @@ def _decode(
         arguments["position_ids"] = (seen - 1 - pad_B)[:, None]
         if padded:
             arguments["attention_mask"] = (torch.arange(seen, device=device) >= pad_B[:, None]).long()
-        hidden_BD: Tensor = net.base(input_ids=token_B[kept][:, None], **arguments).last_hidden_state[:, -1]
+        hidden_BD = net.body(input_ids=token_B[kept][:, None], **arguments)[:, -1]
         log_law = net.law(hidden_BD, temperature=temperature)
     return [(tuple(i), tuple(p)) for i, p in zip(ids, logprobs, strict=True)]
 
@@ -300,7 +366,6 @@ class _Held:
 
 @dataclass(kw_only=True)
 class _Seat:
-    folder: Path
     codec: ChatCodec
     slots: dict[Slot, _Held] = field(default_factory=lambda: dict[Slot, _Held]())
 
@@ -308,8 +373,9 @@ class _Seat:
 class LocalSampler:
     """Implements `engine.Sampler`: batched decoding with a KV cache, one keyed uniform per token (ALGORITHMS 5.6).
 
-    `specs` names each agent's model folder; its weights, rounded to `dtype`, are in the slot `promoted` as version 0. The
-    slots `candidate` and `start` hold nothing (and take no memory) until they are published. No processor of a model's
+    `specs` names each agent's folder, a model or an adapter; its weights, a model's rounded to `dtype`, are in the slot
+    `promoted` as version 0. The slots `candidate` and `start` hold nothing (and take no memory) until they are published.
+    Adapters of one base share it (`bases`, the crew's). No processor of a model's
     generation config is applied: the law is softmax(logits / T) over the tokenizer's vocabulary, and its log-probability is
     what is recorded.
     """
@@ -321,7 +387,8 @@ class LocalSampler:
         dtype: torch.dtype,
         batch_size: int = 64,
         rounding: Rounding = "nearest",
-        device: torch.device | str = "cpu",
+        devices: Mapping[AgentId, torch.device] | None = None,
+        bases: Bases | None = None,
     ) -> None:
         if rounding != "nearest":
             raise UnsupportedError(f"rounding '{rounding}' is not implemented by the local sampler; use 'nearest'")
@@ -329,14 +396,18 @@ class LocalSampler:
             raise ModelError(f"batch_size {batch_size}: a decode batch needs at least one row")
         self.dtype = dtype
         self.batch_size = batch_size
-        self.device = torch.device(device)
         self._in_flight: Counter[str] = Counter()
         self._cancelled: set[str] = set()
         self._seats: dict[AgentId, _Seat] = {}
+        bases = bases or Bases()
         for agent, folder in specs.items():
-            seat = _Seat(folder=folder, codec=codec_of(folder))
-            seat.slots["promoted"] = _Held(net=self._load(folder), version=0)
-            self._seats[agent] = seat
+            device = torch.device("cpu") if devices is None else devices[agent]
+            if adapters.is_adapter(folder):
+                net = bases.adapted(folder, dtype=dtype, device=device, is_trained=False)
+            else:
+                net = _Net(folder, dtype=dtype, device=device)
+                net.model.requires_grad_(False)
+            self._seats[agent] = _Seat(codec=codec_of(folder), slots={"promoted": _Held(net=net, version=0)})
 
     def codec(self, agent: AgentId) -> ChatCodec:
         """Between text and this agent's ids."""
@@ -427,7 +498,7 @@ class LocalSampler:
         return scores
 
     async def publish(self, agent: AgentId, slot: Slot, weights: Weights, version: int) -> PublishProof:
-        """Copy weights into the slot's own tensors and read them back.
+        """Copy weights into the slot and read them back. A model's slot keeps its tensors, an adapter's gets new ones.
 
         The proof is made from what is held; that it equals `weights.fingerprint` is for the caller to check.
 
@@ -435,12 +506,11 @@ class LocalSampler:
             PublishError: tensors that do not fit the model, or a slot that a submit is sampling from.
         """
         seat = self._seat(agent)
-        held = seat.slots.get(slot)
-        if held is None:
-            held = _Held(net=self._load(seat.folder), version=version)
-        if held.users:
+        before = seat.slots.get(slot)
+        if before is not None and before.users:
             raise PublishError(f"slot '{slot}' of '{agent}' is being sampled from; weights change only between turns")
-        own = models.held_tensors(held.net.model)
+        promoted = seat.slots["promoted"].net
+        own = promoted.held()
         if own.keys() != weights.tensors.keys():
             raise PublishError(
                 f"weights for '{agent}' do not fit: {sorted(own.keys() ^ weights.tensors.keys())[:4]} are on one side only"
@@ -452,12 +522,16 @@ class LocalSampler:
                     f"weights for '{agent}': {name} is {sent.dtype} {tuple(sent.shape)}, the sampler holds {tensor.dtype} "
                     f"{tuple(tensor.shape)}; serve both sides in one dtype"
                 )
-        for name, tensor in own.items():
+        net = promoted.twin() if before is None or before.net.adapter is not None else before.net
+        for name, tensor in net.held().items():
             tensor.copy_(weights.tensors[name])
-        held.version = version
-        seat.slots[slot] = held
-        landed = models.fingerprint(models.checksums(models.held_tensors(held.net.model)))
+        seat.slots[slot] = _Held(net=net, version=version)
+        landed = models.fingerprint(models.checksums(net.held()))
         return PublishProof(agent=agent, slot=slot, version=version, fingerprint=landed)
+
+    def drop(self, agent: AgentId, slot: Slot) -> None:
+        """Empty a slot, so that it takes no memory until it is published again; nothing is sampled from it any more."""
+        self._seat(agent).slots.pop(slot, None)
 
     async def swap(self, agent: AgentId) -> None:
         """Exchange `promoted` and `candidate`: two pointers, no weight moves."""
@@ -471,11 +545,6 @@ class LocalSampler:
         Other requests keep their floats: nobody moves up.
         """
         self._cancelled.update(id for id in ids if id in self._in_flight)
-
-    def _load(self, folder: Path) -> _Net:
-        net = _Net(folder, dtype=self.dtype, device=self.device)
-        net.model.requires_grad_(False)
-        return net
 
     def _seat(self, agent: AgentId) -> _Seat:
         if agent not in self._seats:
@@ -506,7 +575,7 @@ class LocalSampler:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalAnchor:
-    """The policy at `remember`: final hidden states at the action states and a copy of the unembedding.
+    """The policy at `remember`: final hidden states at the action states and the unembedding (a copy where it is trained).
 
     Laws are rebuilt from them chunk by chunk, which takes a fraction of the memory of the log-probabilities.
     """
@@ -533,8 +602,10 @@ class LocalAnchor:
 class LocalLearner:
     """Implements `engine.Learner`: fp32 masters, AdamW, and everything reported from the weights as served.
 
-    Served weights are the masters rounded to `serve_dtype` (nearest); for float32 they are the masters themselves. `compute`
-    is the precision of the training forward only. A forward holds at most about `micro_tokens` padded tokens.
+    Served weights are the masters rounded to `serve_dtype` (nearest); for float32 they are the masters themselves. The
+    folder of an adapter gives a learner of that adapter: its masters are served as they are, on a base in `serve_dtype` that
+    it shares (`bases`, the crew's) and never writes. `compute` is the precision of the training forward only. A forward
+    holds at most about `micro_tokens` padded tokens.
     """
 
     def __init__(
@@ -550,6 +621,7 @@ class LocalLearner:
         weight_decay: float = 0.0,
         grad_clip: float = 1.0,
         device: torch.device | str = "cpu",
+        bases: Bases | None = None,
     ) -> None:
         self.agent = agent
         self.folder = folder
@@ -557,11 +629,15 @@ class LocalLearner:
         self.micro_tokens = micro_tokens
         self.grad_clip = grad_clip
         self.device = torch.device(device)
-        self._train = _Net(folder, dtype=torch.float32, device=self.device)
-        self._train.model.requires_grad_(True)
-        self._masters = dict(self._train.model.named_parameters())
+        is_adapter = adapters.is_adapter(folder)
+        if is_adapter:
+            self._train = (bases or Bases()).adapted(folder, dtype=serve_dtype, device=self.device, is_trained=True)
+        else:
+            self._train = _Net(folder, dtype=torch.float32, device=self.device)
+            self._train.model.requires_grad_(True)
+        self._masters = self._train.masters()
         self._serve = self._train
-        if serve_dtype != torch.float32:
+        if serve_dtype != torch.float32 and not is_adapter:
             self._serve = _Net(folder, dtype=serve_dtype, device=self.device)
             self._serve.model.requires_grad_(False)
         self._optimizer = torch.optim.AdamW(
@@ -583,11 +659,14 @@ class LocalLearner:
         """The served policy at the action states of this batch."""
         hidden = self._action_hidden(batch)
         head = self._serve.head
+        weight, bias = head.weight.detach(), cast("Tensor | None", head.bias)
+        if self._serve.adapter is None:
+            weight, bias = weight.clone(), None if bias is None else bias.detach().clone()
         return LocalAnchor(
             logprobs=self._spread(batch, self._sampled(batch, hidden)),
             hidden=hidden,
-            weight=head.weight.detach().clone(),
-            bias=None if head.bias is None else head.bias.detach().clone(),  # pyright: ignore[reportUnnecessaryComparison]
+            weight=weight,
+            bias=bias,
             softcap=self._serve.softcap,
             ids=batch.ids.clone(),
             mask=batch.mask.clone(),
@@ -634,7 +713,8 @@ class LocalLearner:
                 places = torch.cat([torch.arange(starts[r], starts[r] + counts[r]) for r in rows])
                 with torch.no_grad():
                     log_old = self._old_law(old, old.hidden[places.to(self.device)])
-                kl_BT = torch.zeros(mask.shape, device=self.device).masked_scatter(mask, divergence.kl(log_new, log_old))
+                kl_N = divergence.kl(log_new, log_old)
+                kl_BT = torch.zeros(mask.shape, device=self.device).masked_scatter(mask, kl_N).cpu()
             term = objective(
                 logprobs_BT,
                 part,
@@ -689,34 +769,38 @@ class LocalLearner:
     def blend(self, towards: Snapshot, origin: Snapshot, scale: float) -> None:
         """Masters at origin + scale * (towards - origin), exact at both ends; moments and step count as at the origin."""
         self._require_names(towards.weights)
-        self._set(
-            {name: torch.lerp(origin.weights[name], towards.weights[name], scale) for name in self._masters},
-            moments=origin.moments,
-            steps=origin.steps,
-        )
+        self._require_whole(origin)
+        for name, tensor in self._masters.items():
+            tensor.copy_(torch.lerp(origin.weights[name], towards.weights[name], scale))
+        self._set_moments(origin)
+        self._round()
 
     @torch.no_grad()
-    def snapshot(self) -> Snapshot:
-        """Copies of masters and moments, and the number of steps."""
-        moments: dict[str, Tensor] = {}
+    def snapshot(self, *, moments: bool = True, lend: bool = False) -> Snapshot:
+        """Copies of masters and moments (or none), and the number of steps; `lend` gives the tensors themselves."""
+        kept: dict[str, Tensor] = {}
         steps = 0
         for name, tensor in self._masters.items():
             state = self._optimizer.state.get(tensor)
             if state:
                 steps = int(state["step"])
-                for kind in ("exp_avg", "exp_avg_sq"):
-                    moments[f"{kind}.{name}"] = state[kind].detach().cpu().clone()
-        weights = {name: tensor.detach().cpu().clone() for name, tensor in self._masters.items()}
-        return Snapshot(weights=weights, moments=moments, steps=steps)
+                for kind in ("exp_avg", "exp_avg_sq") if moments else ():
+                    kept[f"{kind}.{name}"] = state[kind].detach().to("cpu", copy=not lend)
+        weights = {name: tensor.detach().to("cpu", copy=not lend) for name, tensor in self._masters.items()}
+        return Snapshot(weights=weights, moments=kept, steps=steps)
 
     @torch.no_grad()
     def restore(self, snapshot: Snapshot) -> None:
         """Masters, moments and step count bit for bit as they were at the snapshot."""
-        self._set(snapshot.weights, moments=snapshot.moments, steps=snapshot.steps)
+        self._require_whole(snapshot)
+        for name, tensor in self._masters.items():
+            tensor.copy_(snapshot.weights[name])
+        self._set_moments(snapshot)
+        self._round()
 
     def weights(self) -> Weights:
         """Copies of the served tensors with their checksums."""
-        tensors = {name: tensor.clone() for name, tensor in models.held_tensors(self._serve.model).items()}
+        tensors = {name: tensor.clone() for name, tensor in self._serve.held().items()}
         sums = models.checksums(tensors)
         return Weights(tensors=tensors, checksums=sums, fingerprint=models.fingerprint(sums))
 
@@ -802,23 +886,25 @@ class LocalLearner:
             odd = sorted(weights.keys() ^ self._masters.keys())
             raise MissingError(f"snapshot does not fit '{self.agent}': {odd[:4]} are on one side only")
 
-    def _set(self, weights: Mapping[str, Tensor], *, moments: Mapping[str, Tensor], steps: int) -> None:
-        self._require_names(weights)
-        needed = {f"{kind}.{name}" for kind in ("exp_avg", "exp_avg_sq") for name in self._masters} if steps else set[str]()
-        if set(moments) != needed:
+    def _require_whole(self, snapshot: Snapshot) -> None:
+        self._require_names(snapshot.weights)
+        kinds = ("exp_avg", "exp_avg_sq") if snapshot.steps else ()
+        needed = {f"{kind}.{name}" for kind in kinds for name in self._masters}
+        if set(snapshot.moments) != needed:
             raise MissingError(
-                f"snapshot of '{self.agent}' after {steps} steps holds {len(moments)} moments; {len(needed)} are needed"
+                f"snapshot of '{self.agent}' after {snapshot.steps} steps holds {len(snapshot.moments)} moments; "
+                f"{len(needed)} are needed"
             )
+
+    def _set_moments(self, snapshot: Snapshot) -> None:
         self._optimizer.state.clear()
         for name, tensor in self._masters.items():
-            tensor.copy_(weights[name])
-            if steps:
+            if snapshot.steps:
                 self._optimizer.state[tensor] = {
-                    "step": torch.tensor(float(steps), device=self.device),
-                    "exp_avg": moments[f"exp_avg.{name}"].to(self.device, copy=True),
-                    "exp_avg_sq": moments[f"exp_avg_sq.{name}"].to(self.device, copy=True),
+                    "step": torch.tensor(float(snapshot.steps), device=self.device),
+                    "exp_avg": snapshot.moments[f"exp_avg.{name}"].to(self.device, copy=True),
+                    "exp_avg_sq": snapshot.moments[f"exp_avg_sq.{name}"].to(self.device, copy=True),
                 }
-        self._round()
 
     @torch.no_grad()
     def _round(self) -> None:
@@ -859,20 +945,46 @@ def share_changed(before: Weights, after: Weights) -> float:
     return changed / sum(tensor.numel() for tensor in after.tensors.values())
 
 
-def auto_dtype(parameters: int, *, memory: int | None = None) -> torch.dtype:
+def device_of(name: str) -> torch.device:
+    """The device that a config names; `auto` is the GPU where torch sees one, else the CPU.
+
+    Raises:
+        ModelError: torch has no such device.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, ValueError) as error:
+        seen = ", ".join(["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))])
+        reason = str(error).partition("\n")[0]
+        raise ModelError(f"agents.device = '{name}' cannot be used ({reason}); torch sees {seen}") from error
+    if device.type == "meta":
+        raise ModelError("agents.device = 'meta' holds no numbers; name cpu or a GPU")
+    return device
+
+
+def auto_dtype(parameters: int, *, memory: int | None = None, device: torch.device | str = "cpu") -> torch.dtype:
     """Serving dtype where the config says auto: float32 below 1e9 parameters where the memory allows it, else bfloat16.
 
-    `parameters` is one agent's or a sum over the agents held together; `memory` is in bytes (default: this machine's).
+    `parameters` is one agent's or a sum over the agents held together; `memory` is in bytes (default: the device's).
     float32 needs up to 28 bytes a parameter: masters, gradient and two moments (16), two served slots and the start (12).
     """
+    if memory is None and torch.device(device).type == "cuda":
+        memory = int(torch.cuda.get_device_properties(device).total_memory)
     if memory is None:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return torch.float32 if parameters < 1_000_000_000 and 28 * parameters <= memory else torch.bfloat16
 
 
-def auto_compute(parameters: int) -> Compute:
-    """Precision of the training forward where the config says auto: bfloat16 from 20M parameters on a CPU with avx512_bf16
-    or amx_bf16, else float32 (emulated bf16 products are slower than fp32 ones)."""
-    info = Path("/proc/cpuinfo")
-    flags = set(info.read_text(encoding="utf-8").split()) if info.is_file() else set[str]()
-    return "bfloat16" if parameters >= BF16_PAYS_FROM and flags & {"avx512_bf16", "amx_bf16"} else "float32"
+def auto_compute(parameters: int, device: torch.device | str = "cpu") -> Compute:
+    """Precision of the training forward where the config says auto: bfloat16 from 20M parameters on a GPU, or on a CPU with
+    avx512_bf16 or amx_bf16, else float32 (emulated bf16 products are slower than fp32 ones)."""
+    if torch.device(device).type == "cpu":
+        info = Path("/proc/cpuinfo")
+        flags = set(info.read_text(encoding="utf-8").split()) if info.is_file() else set[str]()
+        pays = bool(flags & {"avx512_bf16", "amx_bf16"})
+    else:
+        pays = torch.device(device).type == "cuda" and torch.cuda.is_bf16_supported()
+    return "bfloat16" if parameters >= BF16_PAYS_FROM and pays else "float32"

@@ -118,10 +118,10 @@ def resolve(spec: str, *, cache: Path | None = None, seed: int = 0) -> Path:
     if spec.startswith("tiny:"):
         shape = tiny_shape(spec)
         name = f"tiny-{shape.parameters}-seed{seed}-v{FORMAT}"
-        return _once(root / name, lambda folder: _write_tiny(folder, shape, seed))
+        return once(root / name, lambda folder: _write_tiny(folder, shape, seed))
     if spec.startswith("package:"):
         gguf = _find_gguf(spec)
-        return _once(root / f"smollm2-135m-instruct-v{FORMAT}", lambda folder: _convert_gguf(folder, gguf))
+        return once(root / f"smollm2-135m-instruct-v{FORMAT}", lambda folder: _convert_gguf(folder, gguf))
     folder = Path(spec).expanduser()
     if not folder.is_dir():
         folder = _hub(spec, download=True)
@@ -188,6 +188,8 @@ def _weight_files(folder: Path) -> list[Path]:
 
 def _check_folder(folder: Path) -> None:
     config = read_config(folder)
+    if (folder / "adapter_config.json").is_file():
+        raise ModelError(f"{folder} is an adapter, no model; name its base as the model and give the agent an adapter")
     if "auto_map" in config:
         raise ModelError(f"{folder} needs code of its own (auto_map in config.json); baton runs no remote code")
     _weight_files(folder)
@@ -232,7 +234,7 @@ def _hub(spec: str, *, download: bool) -> Path:
     return Path()
 
 
-def _once(folder: Path, write: Callable[[Path], None]) -> Path:
+def once(folder: Path, write: Callable[[Path], None]) -> Path:
     """The folder, made by `write` in a temporary directory beside it and renamed, unless it exists."""
     if folder.is_dir():
         return folder
@@ -332,15 +334,15 @@ def _write_tiny(folder: Path, shape: TinyShape, seed: int) -> None:
         "pad_token_id": pad,
         "dtype": "float32",
     }
-    _write_json(folder / "config.json", config)
-    _write_json(folder / "generation_config.json", {"eos_token_id": end, "pad_token_id": pad})
+    write_json(folder / "config.json", config)
+    write_json(folder / "generation_config.json", {"eos_token_id": end, "pad_token_id": pad})
 
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")  # type: ignore[assignment]
     tokenizer.decoder = decoders.Fuse()  # type: ignore[assignment]
     tokenizer.add_special_tokens(list(_CONTROL))
     tokenizer.save(str(folder / "tokenizer.json"))
-    _write_json(
+    write_json(
         folder / "tokenizer_config.json",
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -425,7 +427,7 @@ def _convert_gguf(folder: Path, gguf: Path) -> None:
     tokenizer.model_max_length = _SMOLLM2_CONFIG["max_position_embeddings"]
     tokenizer.save_pretrained(folder)
     settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    _write_json(
+    write_json(
         folder / "tokenizer_config.json",
         {name: value for name, value in settings.items() if name not in ("is_local", "local_files_only")},
     )
@@ -440,8 +442,8 @@ def _convert_gguf(folder: Path, gguf: Path) -> None:
             values = values.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
         weights[_llama_name(tensor.name)] = torch.from_numpy(values.copy()).to(torch.bfloat16)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    _write_json(folder / "config.json", _SMOLLM2_CONFIG)
-    _write_json(folder / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2})
+    write_json(folder / "config.json", _SMOLLM2_CONFIG)
+    write_json(folder / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2})
 
 
 _SMOLLM2_CONFIG: Mapping[str, Any] = {
@@ -571,13 +573,11 @@ def save(folder: Path, weights: Weights, *, source: Path) -> None:
     if len(kinds) != 1:
         raise ModelError(f"weights to save in {folder} have dtypes {sorted(map(str, kinds))}; one serving dtype is needed")
     folder.mkdir(parents=True, exist_ok=True)
-    for file in sorted(source.iterdir()):
-        if file.suffix in {".json", ".jinja", ".txt", ".model"} and not file.name.endswith(".index.json"):
-            shutil.copyfile(file, folder / file.name)
+    copy_beside(source, folder)
     config = read_config(source)
     config["dtype"] = str(kinds.pop()).removeprefix("torch.")
     config.pop("torch_dtype", None)
-    _write_json(folder / "config.json", config)
+    write_json(folder / "config.json", config)
     tensors = {name: tensor.detach().contiguous() for name, tensor in weights.tensors.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     for file in folder.iterdir():
@@ -585,5 +585,13 @@ def save(folder: Path, weights: Weights, *, source: Path) -> None:
             os.fsync(handle.fileno())
 
 
-def _write_json(path: Path, value: object) -> None:
+def copy_beside(source: Path, folder: Path) -> None:
+    """What lies beside the weights of a model folder: configs, tokenizer, chat template."""
+    for file in sorted(source.iterdir()):
+        if file.suffix in {".json", ".jinja", ".txt", ".model"} and not file.name.endswith(".index.json"):
+            shutil.copyfile(file, folder / file.name)
+
+
+def write_json(path: Path, value: object) -> None:
+    """A value as an indented JSON file."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

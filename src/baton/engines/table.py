@@ -581,14 +581,14 @@ class TableLearner:
             held[is_written_R] for held in (self._masters_RV, self._avg_RV, self._avg_sq_RV)
         )
 
-    def snapshot(self) -> Snapshot:
-        moments: dict[str, Tensor] = {}
-        if self._steps and self._optimiser == "adamw":
+    def snapshot(self, *, moments: bool = True, lend: bool = False) -> Snapshot:
+        kept: dict[str, Tensor] = {}
+        if moments and self._steps and self._optimiser == "adamw":
             for kind, held_RV in (("exp_avg", self._avg_RV), ("exp_avg_sq", self._avg_sq_RV)):
-                moments |= {f"{kind}.{name}": held_RV[i].clone() for name, i in self._names.items()}
+                kept |= {f"{kind}.{name}": held_RV[i].clone() for name, i in self._names.items()}
         return Snapshot(
             weights={name: self._masters_RV[i].clone() for name, i in self._names.items()},
-            moments=moments,
+            moments=kept,
             steps=self._steps,
         )
 
