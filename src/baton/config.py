@@ -583,6 +583,8 @@ def _dotted(loc: tuple[int | str, ...], tree: Mapping[str, Any], *, is_absent: b
 def _nearest(path: str) -> str:
     known = [k for k, _, _ in keys()]
     plain = re.sub(r"\.\d+", "", path)
+    if plain in known:  # of another member of a union
+        return f"; another {plain.rsplit('.', 1)[0]}.name has it, this one has not"
     if plain.replace("-", "_") in known:
         return f"; keys are written with underscores: {plain.replace('-', '_')}"
     leaf = plain.rsplit(".", 1)[-1]

@@ -329,6 +329,9 @@ class Bench:
     def voting(self, name: AgentId, codec: Codec, n: int) -> Lineup:
         """n answers of one agent and their majority."""
         one = self.alone(name, codec, 1).seats[0]
+        if not codec.end_ids:  # what cannot end by itself answers in messages of its own length, or in none that can be read
+            own = next(s.max_new_tokens for s in self.plan.seats if s.agent == name)
+            one = replace(one, max_new_tokens=own)
         seats = tuple(replace(one, agent=f"{name}-{i + 1}") for i in range(n))
         protocol = protocols.build(VoteOptions(), [seat.agent for seat in seats])
         return Lineup(seats=seats, protocol=protocol, everyone=name)

@@ -430,7 +430,8 @@ def unheard(
     told = [bool(batching.trajectories(e, agent)) for e in episodes]
     pulls = sum(acts and a != 0.0 for acts, a in zip(told, values.values.tolist(), strict=True))
     if not pulls:
-        return f"'{agent}' acted in {sum(told)} of {len(episodes)} episodes, none of them with an advantage"
+        acted = f"'{agent}' acted in {sum(told)} of {len(episodes)} episodes"
+        return f"{acted}, none of them with an advantage" if any(told) else acted
     units, needed = len({t.group for t in probe}), 1
     if gate.require_certified:
         needed = trust_region.units_needed(level=gate.quantile, confidence_miss=gate.eta / looks)
