@@ -6,6 +6,7 @@ from baton.errors import BatonError
 from baton.evaluate import evaluate
 from baton.run import LoadedTeam, Run, load_team, open_run, train
 from baton.types import Episode, Task
+from baton.ui.report import report
 
 __all__ = [
     "BatonError",
@@ -18,5 +19,6 @@ __all__ = [
     "load_config",
     "load_team",
     "open_run",
+    "report",
     "train",
 ]

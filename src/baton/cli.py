@@ -4,6 +4,7 @@
     baton inspect RUN          what was accepted, shrunk or rejected, and why
     baton episodes RUN         read the conversations
     baton evaluate RUN|MODEL   scores on the test prompts, beside what they must be compared with
+    baton report RUN           a run as one HTML page
     baton doctor               is this machine fit, and how fast is it
 
 Exit codes: 0; 1 something failed on the way (or the doctor found a fault); 2 bad input, refused before work began;
@@ -28,6 +29,7 @@ from baton import doctor, records, run
 from baton.errors import BatonError, ConfigError, DataError, Interrupted, ModelError, RunError
 from baton.evaluate import evaluate, evaluate_model
 from baton.records import Record
+from baton.ui import report as pages
 
 FAILED, BAD_INPUT, STALLED, INTERRUPTED, NO_READER = 1, 2, 3, 130, 141
 
@@ -166,6 +168,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     _json(measure)
 
+    page = command(
+        "report",
+        _report,
+        "write a run as one HTML page that needs no other file",
+        "baton report runs/first -o first.html",
+    )
+    page.add_argument("run", metavar="RUN", help="run directory")
+    page.add_argument("-o", "--output", metavar="FILE", help="the page (default: RUN/report.html); an older one is replaced")
+    _json(page)
+
     health = command(
         "doctor", _doctor, "check this machine for training, and measure its speed (10 s)", "baton doctor --json"
     )
@@ -303,7 +315,7 @@ def _episodes(arguments: argparse.Namespace) -> int:
     return 0
 
 
-# ---- evaluate, doctor ------------------------------------------------------------------------------------------
+# ---- evaluate, report, doctor ----------------------------------------------------------------------------------
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
@@ -338,6 +350,15 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         print(show.to_json(report, indent=2))
     else:
         _print(show.score_lines(report))
+    return 0
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    opened = run.open_run(arguments.run)
+    target = Path(arguments.output) if arguments.output else opened.path / "report.html"
+    pages.check_target(target)
+    size = pages.save(target, pages.report(opened.path))
+    print(show.to_json({"run": str(opened.path), "file": str(target), "bytes": size}) if arguments.json else str(target))
     return 0
 
 

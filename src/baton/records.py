@@ -295,9 +295,10 @@ def write_episodes(path: Path, rows: Sequence[Record]) -> None:
     write_file(path, lambda partial: pq.write_table(table, partial, compression="zstd"))
 
 
-def read_episodes(path: Path) -> list[Record]:
-    """The rows of an episodes file."""
-    return pq.read_table(path).to_pylist()
+def read_episodes(path: Path, columns: Sequence[str] | None = None) -> list[Record]:
+    """The rows of an episodes file, with all columns or these: leaves by their path, such as `turns.list.element.agent`."""
+    with pq.ParquetFile(path) as file:
+        return file.read(columns=columns).to_pylist()
 
 
 def write_divergences(path: Path, evidence: Evidence) -> None:
