@@ -6,6 +6,7 @@ from baton.errors import BatonError
 from baton.evaluate import evaluate
 from baton.run import LoadedTeam, Run, load_team, open_run, train
 from baton.types import Episode, Task
+from baton.ui.report import report
 from baton.verify import verify
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "load_config",
     "load_team",
     "open_run",
+    "report",
     "train",
     "verify",
 ]

@@ -4,6 +4,7 @@
     baton inspect RUN          what was accepted, shrunk or rejected, and why
     baton episodes RUN         read the conversations
     baton evaluate RUN|MODEL   scores on the test prompts, beside what they must be compared with
+    baton report RUN           a run as one HTML page
     baton verify RUN           check a run from its directory alone
     baton doctor               is this machine fit, and how fast is it
     baton config CONFIG        the resolved config; --explain KEY says what a key means
@@ -35,6 +36,7 @@ from baton import plan as planning
 from baton.errors import BatonError, ConfigError, DataError, Interrupted, ModelError, RunError
 from baton.evaluate import evaluate, evaluate_model
 from baton.records import Record
+from baton.ui import report as pages
 from baton.verify import verify
 
 FAILED, BAD_INPUT, STALLED, INTERRUPTED, NO_READER = 1, 2, 3, 130, 141
@@ -200,6 +202,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     _json(measure)
 
+    page = command(
+        "report",
+        _report,
+        "write a run as one HTML page that needs no other file",
+        "baton report runs/first -o first.html",
+    )
+    page.add_argument("run", metavar="RUN", help="run directory")
+    page.add_argument("-o", "--output", metavar="FILE", help="the page (default: RUN/report.html); an older one is replaced")
+    _json(page)
     audit = command(
         "verify",
         _verify,
@@ -409,6 +420,7 @@ def _episodes(arguments: argparse.Namespace) -> int:
     return 0
 
 
+# ---- evaluate, report, doctor ----------------------------------------------------------------------------------
 # ---- evaluate, verify, doctor ------------------------------------------------------------------------------------------
 
 
@@ -444,6 +456,15 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         print(show.to_json(report, indent=2))
     else:
         _print(show.score_lines(report))
+    return 0
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    opened = run.open_run(arguments.run)
+    target = Path(arguments.output) if arguments.output else opened.path / "report.html"
+    pages.check_target(target)
+    size = pages.save(target, pages.report(opened.path))
+    print(show.to_json({"run": str(opened.path), "file": str(target), "bytes": size}) if arguments.json else str(target))
     return 0
 
 

@@ -356,26 +356,27 @@ def write_episodes(path: Path, rows: Sequence[Record]) -> None:
     write_file(path, lambda partial: pq.write_table(table, partial, compression="zstd"))
 
 
-def _read_parquet(path: Path, schema: Any) -> Any:
+def _read_parquet(path: Path, schema: Any, columns: Sequence[str] | None = None) -> Any:
     try:
         # Small files: a thread pool costs more than it saves.
-        table = pq.read_table(path, use_threads=False)
+        with pq.ParquetFile(path) as file:
+            has, table = file.schema_arrow, file.read(columns=columns, use_threads=False)
     except FileNotFoundError as error:
         raise RunError(f"{path} is gone; restore it from a copy") from error
     except (OSError, pa.ArrowException) as error:
         raise RunError(f"{path} is damaged ({str(error).splitlines()[0]}); restore it from a copy") from error
-    if not table.schema.equals(schema):
-        raise RunError(f"{path} is no such file: it has the columns {table.schema.names}, wanted are {schema.names}")
+    if not has.equals(schema):
+        raise RunError(f"{path} is no such file: it has the columns {has.names}, wanted are {schema.names}")
     return table
 
 
-def read_episodes(path: Path) -> list[Record]:
-    """The rows of an episodes file.
+def read_episodes(path: Path, columns: Sequence[str] | None = None) -> list[Record]:
+    """The rows of an episodes file, with all columns or these: leaves by their path, such as `turns.list.element.agent`.
 
     Raises:
         RunError: it is gone, damaged, or has other columns.
     """
-    return _read_parquet(path, EPISODES).to_pylist()
+    return _read_parquet(path, EPISODES, columns).to_pylist()
 
 
 def read_episode(row: Record) -> Episode:
