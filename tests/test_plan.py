@@ -277,7 +277,7 @@ def test_the_command_says_every_part_and_what_it_rests_on(
     out = capsys.readouterr().out
     for text in ("an estimate", "memory ", "disk ", "time ", "generated tokens", "speed limit", "0.1 -> 0.98", "a stage"):
         assert text in out
-    assert all(len(line) <= 125 for line in out.splitlines())
+    assert all(len(line) <= 140 for line in out.splitlines())
     assert main(["plan", str(path), "--json", "--answer-tokens", "1"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["kind"] == "plan" and report["speed_limit"]["from"] == 0.25

@@ -500,7 +500,7 @@ def _kind(annotation: Any, limits: Sequence[Any] = ()) -> str:
         return " or ".join(kinds)
     if origin is tuple:
         each = [_kind(arm) for arm in inner if arm is not Ellipsis]
-        return f"list of any number of: {each[0]}" if Ellipsis in inner else f"list of: {', '.join(each)}"
+        return f"list, each entry: {each[0]}" if Ellipsis in inner else f"list of: {', '.join(each)}"
     return ", ".join([_WORDS.get(annotation, "table"), *_limits(limits)])
 
 

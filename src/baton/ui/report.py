@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pyarrow import ArrowException
-
 from baton import console as show
 from baton import records
 from baton.config import Config
@@ -105,12 +103,11 @@ def read_view(run: Run) -> View:
     unreadable: list[str] = []
     played: list[Played | None] = []
     for update in updates:
+        file = run.path / update["episodes_file"]
         try:
-            rows = records.read_episodes(run.path / update["episodes_file"], EPISODE_COLUMNS)
-        except FileNotFoundError:
-            played.append(None)
-        except (OSError, ArrowException):
-            unreadable.append(str(update["episodes_file"]))
+            rows = records.read_episodes(file, EPISODE_COLUMNS)
+        except RunError:
+            unreadable += [str(update["episodes_file"])] if file.exists() else []
             played.append(None)
         else:
             played.append(_played([row for row in rows if row["use"] == "train"]))
