@@ -183,7 +183,8 @@ def crew(config: Config, folders: Mapping[AgentId, Path], *, learners: Sequence[
 
 def devices_of(config: Config) -> dict[AgentId, torch.device]:
     """Where each agent's sampler and learner work. Raises ModelError where a named device does not exist."""
-    return {agent.name: local.device_of(agent.device) for agent in config.agents}
+    tables = config.engine.name == "table"
+    return {a.name: torch.device("cpu") if tables else local.device_of(a.device) for a in config.agents}
 
 
 def _loaded(config: Config, folders: Mapping[AgentId, Path]) -> dict[torch.device, list[int]]:

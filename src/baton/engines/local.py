@@ -637,6 +637,7 @@ class LocalLearner:
             self._train.model.requires_grad_(True)
         self._masters = self._train.masters()
         self._serve = self._train
+        self._head_copy: tuple[Tensor, Tensor | None] | None = None
         if serve_dtype != torch.float32 and not is_adapter:
             self._serve = _Net(folder, dtype=serve_dtype, device=self.device)
             self._serve.model.requires_grad_(False)
@@ -658,10 +659,7 @@ class LocalLearner:
     def remember(self, batch: TokenBatch) -> LocalAnchor:
         """The served policy at the action states of this batch."""
         hidden = self._action_hidden(batch)
-        head = self._serve.head
-        weight, bias = head.weight.detach(), cast("Tensor | None", head.bias)
-        if self._serve.adapter is None:
-            weight, bias = weight.clone(), None if bias is None else bias.detach().clone()
+        weight, bias = self._unembedding()
         return LocalAnchor(
             logprobs=self._spread(batch, self._sampled(batch, hidden)),
             hidden=hidden,
@@ -700,6 +698,7 @@ class LocalLearner:
             old = self._own(anchor, tokens)
         denominator = objective.denominator(tokens)
         starts, counts = _state_ranges(tokens)
+        self._head_copy = None
         self._optimizer.zero_grad(set_to_none=True)
         loss = 0.0
         diagnostics: Counter[str] = Counter()
@@ -788,6 +787,15 @@ class LocalLearner:
 
     # -- inside
 
+    def _unembedding(self) -> tuple[Tensor, Tensor | None]:
+        """The head as served now: a copy that the anchors of one policy share; of a frozen base the head itself."""
+        if self._head_copy is None:
+            weight, bias = self._serve.head.weight.detach(), cast("Tensor | None", self._serve.head.bias)
+            if self._serve.adapter is None:
+                weight, bias = weight.clone(), None if bias is None else bias.detach().clone()
+            self._head_copy = (weight, bias)
+        return self._head_copy
+
     def _action_hidden(
         self, batch: TokenBatch, *, layout: Sequence[list[int]] | None = None, padding: int = 0
     ) -> Float[Tensor, "N D"]:
@@ -864,6 +872,7 @@ class LocalLearner:
 
     @torch.no_grad()
     def _round(self) -> None:
+        self._head_copy = None
         if self._serve is not self._train:
             for name, tensor in self._serve.model.named_parameters():
                 tensor.copy_(self._masters[name])
