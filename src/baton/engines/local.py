@@ -698,7 +698,6 @@ class LocalLearner:
             old = self._own(anchor, tokens)
         denominator = objective.denominator(tokens)
         starts, counts = _state_ranges(tokens)
-        self._head_copy = None
         self._optimizer.zero_grad(set_to_none=True)
         loss = 0.0
         diagnostics: Counter[str] = Counter()
@@ -732,10 +731,10 @@ class LocalLearner:
             group["lr"] = lr
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+        self._round()
         for name, tensor in self._masters.items():
             if not bool(torch.isfinite(tensor).all()):
                 raise NonFiniteError(f"weight {name} of '{self.agent}' is not finite after the step; restore the snapshot")
-        self._round()
         return StepReport(loss=loss, grad_norm=norm, diagnostics=dict(diagnostics))
 
     @torch.no_grad()
