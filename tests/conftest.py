@@ -9,6 +9,7 @@ from jaxtyping import install_import_hook
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # agents.device = "auto" is the CPU; a test of a GPU names it here
 
 _hook = install_import_hook(["baton.core", "baton.types"], "beartype.beartype")
 _hook.__enter__()

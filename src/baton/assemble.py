@@ -195,7 +195,8 @@ def crew(config: Config, folders: Mapping[AgentId, Path], *, learners: Sequence[
 
 def devices_of(config: Config) -> dict[AgentId, torch.device]:
     """Where each agent's sampler and learner work. Raises ModelError where a named device does not exist."""
-    return {agent.name: local.device_of(agent.device) for agent in config.agents}
+    tables = config.engine.name == "table"
+    return {a.name: torch.device("cpu") if tables else local.device_of(a.device) for a in config.agents}
 
 
 def _loaded(config: Config, folders: Mapping[AgentId, Path]) -> dict[torch.device, list[int]]:
@@ -287,7 +288,7 @@ class Plan:
     def total_parameters(self) -> int:
         """Of the whole team; a base that adapters share counts once."""
         shared = {self.bases[a.name]: self.parameters[a.name] for a in self.config.agents if a.lora}
-        return sum(shared.values()) + sum(self.parameters[a.name] for a in self.config.agents if not a.lora)
+        return sum(shared.values()) + sum(self.parameters.get(a.name, 0) for a in self.config.agents if not a.lora)
 
     def lr(self, agent: AgentOptions) -> float:
         """The agent's configured learning rate, or its size's."""

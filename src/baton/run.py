@@ -823,12 +823,14 @@ def facts(config: Config, threads: int) -> Record:
         "versions": {name: package_version(name) for name in packages},
         "python": platform.python_version(),
         "machine": platform.machine(),
+        "devices": sorted({str(device) for device in assemble.devices_of(config).values()}),
         "threads": threads,
     }
 
 
 def _compare_facts(started: Record, now: Record, reporter: Reporter) -> None:
-    changed = [f"{k}: {a} then, {b} now" for k, a, b in _differences({k: started[k] for k in now}, now)]
+    then = {k: started.get(k, v) for k, v in now.items()}
+    changed = [f"{k}: {a} then, {b} now" for k, a, b in _differences(then, now)]
     if changed:
         reporter.say(
             "not bitwise the same machine as at the start (" + "; ".join(changed) + "): resuming without that promise"

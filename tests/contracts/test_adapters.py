@@ -44,7 +44,7 @@ def base(cache: Path) -> Path:
 @pytest.fixture(scope="module")
 def fresh(base: Path, cache: Path) -> Callable[..., Path]:
     def make(index: int = 0, **options: Any) -> Path:
-        settings = LoraOptions(**{"rank": 4, "alpha": 8.0, **options})
+        settings = LoraOptions(**{"rank": 4, "alpha": 20.0, **options})
         return adapters.start(base, "tiny:30k", settings, at=(0, index), cache=cache)
 
     return make
@@ -198,7 +198,7 @@ def test_the_first_draw_depends_on_its_address_alone_and_touches_no_global_state
     before = torch.get_rng_state()
     one = load_file(fresh(0) / adapters.TENSORS)
     torch.rand(7)
-    elsewhere = adapters.start(base, "tiny:30k", LoraOptions(rank=4, alpha=8.0), at=(0, 0), cache=tmp_path)
+    elsewhere = adapters.start(base, "tiny:30k", LoraOptions(rank=4, alpha=20.0), at=(0, 0), cache=tmp_path)
     again = load_file(elsewhere / adapters.TENSORS)
     other = load_file(fresh(1) / adapters.TENSORS)
     assert all(torch.equal(one[n], again[n]) for n in one)

@@ -467,6 +467,21 @@ def test_an_anchor_of_another_batch_temperature_or_engine_is_refused(folder: Pat
         learner.divergence(batch, Other())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_anchors_of_one_policy_share_its_head_and_those_of_another_do_not(dtype: torch.dtype, folder: Path):
+    learner, batch = learner_of(folder, serve_dtype=dtype), played(folder)
+    start = learner.snapshot()
+    one, two = learner.remember(batch.batch), learner.remember(batch.batch)
+    before = one.weight.clone()
+    assert one.weight.data_ptr() == two.weight.data_ptr() != learner._serve.head.weight.data_ptr()
+    learner.step(batch, Objective(weight=Dis(band=TIGHT), penalty=0.0), lr=LR, anchor=None)
+    moved = learner.remember(batch.batch)
+    assert torch.equal(moved.weight, learner._serve.head.weight) and torch.equal(one.weight, before)
+    assert not torch.equal(moved.weight, before)
+    learner.restore(start)
+    assert torch.equal(learner.remember(batch.batch).weight, before)
+
+
 def test_a_weight_that_became_infinite_is_reported_and_restored_away(folder: Path):
     learner, batch = learner_of(folder), played(folder)
     before = learner.snapshot()

@@ -965,7 +965,7 @@ def test_two_tables_learn_parity_in_seconds() -> None:
     codec = TableCodec(symbols_of("table:01"))
     learners = {name: TableLearner(name, 2) for name in "ab"}
     sampler = TableSampler(dict.fromkeys("ab", codec))
-    protocol = Chain(2, ChainOptions(sees="previous"))
+    protocol = Chain(("a", "b"), ChainOptions(sees="previous"))
     seats = tuple(Seat(agent=n, system="", max_new_tokens=1, temperature=1.0, codec=codec) for n in "ab")
     table = Table(
         seats=seats,

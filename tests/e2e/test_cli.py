@@ -195,7 +195,11 @@ BAD_SETTINGS = {
     "temperature 1e-6": (["agents.first.temperature=1e-6"], "agents.0.temperature"),
     "radius 0": (["agents.first.radius={token=0, message_mean=0.1}"], "radius.token"),
     "two of a name": (["agents.second.name=first"], "'first' is used 2 times"),
-    "later order": (["algorithm.order=greedy"], "not implemented"),
+    "an order that learns without fresh data": (
+        ["algorithm.order=bandit", "algorithm.data=reuse"],
+        "learns from fresh episodes",
+    ),
+    "later preset": (["algorithm.objective.preset=troll"], "not implemented"),
     "another protocol's key": (["protocol={name='debate',sees='all'}"], "protocol.sees: unknown key; another protocol.name"),
     "a rule that is none": (["protocol={name='router',rule='mentoin'}"], "protocol.rule: 'mentoin' is no rule"),
     "too few prompts": (["env.prompts=20"], "needs"),

@@ -85,7 +85,7 @@ def test_at_most_one_learner_is_in_memory_and_none_while_the_team_plays(
     crews: list[Any] = []
     built = assemble.crew
     monkeypatch.setattr(assemble, "crew", lambda *a, **k: (crews.append(built(*a, **k)), crews[-1])[1])
-    counts: dict[str, set[int]] = {"play": set(), "step": set()}
+    counts: dict[str, set[int]] = {"play": set(), "step": set(), "floor": set()}
 
     def counting(owner: Any, name: str, what: str) -> None:
         original = getattr(owner, name)
@@ -97,9 +97,10 @@ def test_at_most_one_learner_is_in_memory_and_none_while_the_team_plays(
         monkeypatch.setattr(owner, name, counted)
 
     counting(LocalLearner, "step", "step")
+    counting(LocalLearner, "relaid", "floor")
     counting(run.assemble.local.LocalSampler, "submit", "play")
     run.train(worlds.relay("engine.resting=disk", "algorithm.stages=2"), run=tmp_path / "run")
-    assert counts == {"play": {0}, "step": {1}}
+    assert counts == {"play": {0}, "step": {1}, "floor": {1}}
     counts["play"].clear(), crews.clear()
     run.train(worlds.relay("engine.resting=keep", "algorithm.stages=2"), run=tmp_path / "kept")
     assert 2 in counts["play"]
@@ -149,7 +150,7 @@ def test_what_a_learner_woke_with_is_its_snapshot_until_it_moves() -> None:
     learner.restore(moved)
     assert learner.snapshot() is not origin
     learner.rest(lambda: moved)
-    assert worlds.same(learner.snapshot(), moved) and len(made) == 2
+    assert learner.snapshot() is moved and worlds.same(made[1].snapshot(), moved) and len(made) == 2
 
 
 def test_tensors_of_a_large_file_are_read_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -637,6 +637,7 @@ class LocalLearner:
             self._train.model.requires_grad_(True)
         self._masters = self._train.masters()
         self._serve = self._train
+        self._head_copy: tuple[Tensor, Tensor | None] | None = None
         if serve_dtype != torch.float32 and not is_adapter:
             self._serve = _Net(folder, dtype=serve_dtype, device=self.device)
             self._serve.model.requires_grad_(False)
@@ -658,10 +659,7 @@ class LocalLearner:
     def remember(self, batch: TokenBatch) -> LocalAnchor:
         """The served policy at the action states of this batch."""
         hidden = self._action_hidden(batch)
-        head = self._serve.head
-        weight, bias = head.weight.detach(), cast("Tensor | None", head.bias)
-        if self._serve.adapter is None:
-            weight, bias = weight.clone(), None if bias is None else bias.detach().clone()
+        weight, bias = self._unembedding()
         return LocalAnchor(
             logprobs=self._spread(batch, self._sampled(batch, hidden)),
             hidden=hidden,
@@ -735,10 +733,10 @@ class LocalLearner:
             group["lr"] = lr
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+        self._round()
         for name, tensor in self._masters.items():
             if not bool(torch.isfinite(tensor).all()):
                 raise NonFiniteError(f"weight {name} of '{self.agent}' is not finite after the step; restore the snapshot")
-        self._round()
         return StepReport(loss=loss, grad_norm=norm, diagnostics=dict(diagnostics))
 
     def score_gradients(self, batch: AdvantageBatch) -> tuple[Float[Tensor, " P"], Float[Tensor, " P"]]:
@@ -821,7 +819,8 @@ class LocalLearner:
             logits_NV = self._train.logits(self._train.hidden(ids[:, :-1])[mask[:, 1:]])
         log_new = divergence.log_law(logits_NV, temperature=batch.temperature, forbidden=self._train.forbidden)
         sampled_N = log_new.gather(1, ids[mask][:, None])[:, 0]
-        return log_new, torch.zeros(mask.shape, device=self.device).masked_scatter(mask, sampled_N)
+        # Losses are made beside the batch, on the CPU.
+        return log_new, torch.zeros(mask.shape, device=self.device).masked_scatter(mask, sampled_N).cpu()
 
     @torch.no_grad()
     def _keep(self, batch: AdvantageBatch, objective: Objective) -> Bool[Tensor, "B T"]:
@@ -829,8 +828,17 @@ class LocalLearner:
         logprobs_BT = torch.zeros(batch.batch.mask.shape)
         for rows in micro_batches(batch.batch, max_tokens=self.micro_tokens):
             _, part_BT = self._forward(batch.batch.rows(rows))
-            logprobs_BT[rows, : part_BT.shape[1]] = part_BT.cpu()
+            logprobs_BT[rows, : part_BT.shape[1]] = part_BT
         return objective.keep(logprobs_BT, batch)
+
+    def _unembedding(self) -> tuple[Tensor, Tensor | None]:
+        """The head as served now: a copy that the anchors of one policy share; of a frozen base the head itself."""
+        if self._head_copy is None:
+            weight, bias = self._serve.head.weight.detach(), cast("Tensor | None", self._serve.head.bias)
+            if self._serve.adapter is None:
+                weight, bias = weight.clone(), None if bias is None else bias.detach().clone()
+            self._head_copy = (weight, bias)
+        return self._head_copy
 
     def _action_hidden(
         self, batch: TokenBatch, *, layout: Sequence[list[int]] | None = None, padding: int = 0
@@ -908,6 +916,7 @@ class LocalLearner:
 
     @torch.no_grad()
     def _round(self) -> None:
+        self._head_copy = None
         if self._serve is not self._train:
             for name, tensor in self._serve.model.named_parameters():
                 tensor.copy_(self._masters[name])
