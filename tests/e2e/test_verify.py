@@ -642,8 +642,15 @@ def test_team_json_prompt_sets_and_replay(copy: Callable[[Config], Path]) -> Non
 def test_a_joint_stage_whose_files_differ(copy: Callable[[Config], Path]) -> None:
     path = copy(OTHERS["joint"])
     file = run.Run(path).updates[1]["episodes_file"]
-    change_rows(path, file, lambda rows: rows[0].update(reason="other"))
-    assert named(faults(path), "episodes", file, "the agents of a joint stage share their episodes")
+
+    def better(rows: list[Record]) -> None:
+        next(r for r in rows if r["use"] == "train" and r["reward"] == 0.0)["reward"] = 1.0
+
+    change_rows(path, file, better)
+    found = faults(path)
+    assert named(found, "episodes", file, "the agents of a joint stage share their episodes")
+    assert named(found, "rewards", file, "recorded 1.0, recomputed 0.0")
+    assert not [line for line in found if "versions" in line], "they were played by the team of the stage's start"
 
 
 def test_a_vote_that_was_counted_another_way(copy: Callable[[Config], Path]) -> None:
@@ -682,7 +689,9 @@ def test_damaged_weights_are_a_fault_in_one_line(copy: Callable[[Config], Path])
     report = baton.verify(path)
     (fault,) = report["faults"]
     assert fault["check"] == "weights" and "state/a/v00001" in fault["file"]
-    assert "the weights cannot be read" in {one["reason"] for one in report["not_checked"]}
+    lost = {one["check"]: one["count"] for one in report["not_checked"] if one["reason"] == "the weights cannot be read"}
+    assert lost["divergences"] == 2, "the update that made it and the one after it"
+    assert lost["log-probs"] > 0
 
 
 def test_damaged_weights_of_version_0_are_a_fault_in_one_line(copy: Callable[[Config], Path]) -> None:
