@@ -163,6 +163,9 @@ def test_the_peak_is_the_largest_phase_and_the_sum_of_what_is_named(planned: Any
     memory = planned["memory"]
     assert memory["peak"] == max(memory["phases"].values()) == sum(memory["terms"].values())
     assert memory["terms"]["process: python, libraries, tasks"] > 100e6
+    # From the second stage on every agent has moments and a candidate slot.
+    assert memory["terms"]["learners: AdamW moments"] == 2 * 8 * 65_104
+    assert memory["terms"]["sampler: candidate slots"] == 2 * 4 * 65_104
 
 
 def test_a_machine_that_cannot_hold_the_test_gets_no_times(cache: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,7 +125,7 @@ class Wandb:
             config=config,
             resume="allow",
             reinit="create_new",
-            settings=wandb.Settings(console="off", silent=True, login_timeout=60, finish_timeout=120),
+            settings=wandb.Settings(console="off", silent=True, init_timeout=30, login_timeout=60, finish_timeout=120),
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -220,6 +220,7 @@ class Trackers:
         self._id = hashlib.sha256(f"{first['digest']} {first['time']}".encode()).hexdigest()[:12]
         self._told = self._read()
         for name in self._options.names:
+            self._say(f"tracking with {name}")
             self._guard(name, lambda name=name: self._open(name, config))
         for line in lines:
             if line["kind"] in ("update", "stage"):
