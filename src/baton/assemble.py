@@ -331,8 +331,10 @@ def prompt_sets(config: Config, env: Env) -> Splits:
     )
 
 
-def prepare(config: Config, *, root: Path) -> Plan:
+def prepare(config: Config, *, root: Path, asks_endpoints: bool = True) -> Plan:
     """Build and check all that needs no weights; `root` is the folder that relative paths of the config start from.
+
+    `asks_endpoints` = False leaves servers alone: nobody at the table will speak.
 
     Raises:
         ConfigError, ModelError, DataError: the first thing that cannot work, with its remedy.
@@ -354,7 +356,8 @@ def prepare(config: Config, *, root: Path) -> Plan:
         if agent.is_remote:
             url = agent.model.removeprefix("endpoint:")
             speakers[agent.name] = Endpoint(agent.name, url, agent.endpoint or EndpointOptions())
-            speakers[agent.name].check()
+            if asks_endpoints:
+                speakers[agent.name].check()
             continue
         if config.engine.name == "table":
             bases[agent.name], codecs[agent.name], parameters[agent.name] = Path(), table_codec(agent), 0

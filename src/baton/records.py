@@ -460,8 +460,11 @@ def read_divergences(path: Path) -> list[LookRows]:
     """
     table = _read_parquet(path, DIVERGENCES)
     columns: dict[str, list[Any]] = table.to_pydict()
+    # Every look is at the same states, so the first one comes again; two looks can be of one scale (retries).
+    places = list(zip(columns["message"], columns["token"], strict=True))
     scales = columns["scale"]
-    edges = [n for n in range(len(scales) + 1) if n in (0, len(scales)) or scales[n] != scales[n - 1]]
+    starts = [n for n in range(len(places)) if n == 0 or places[n] == places[0] or scales[n] != scales[n - 1]]
+    edges = [*starts, len(places)]
     looks: list[LookRows] = []
     for first, end in pairwise(edges):
         part = {name: values[first:end] for name, values in columns.items()}

@@ -39,20 +39,21 @@ from baton.algorithms.acceptance import (
     probe_states,
 )
 from baton.algorithms.options import resolve_group
-from baton.algorithms.sat import AgentState, Collected, Position, StageEntry, World
+from baton.algorithms.sat import AgentState, Collected, Position, Retry, StageEntry, StagePlan, World
 from baton.assemble import Crew, Plan
-from baton.config import Config
+from baton.config import AgentOptions, Config
 from baton.core import advantages, batching, trust_region
 from baton.core.keyed import PROBE, PROMPTS, SAMPLE, choice, key, permutation
-from baton.engines import models
+from baton.engines import adapters, local, models
 from baton.engines.engine import Anchor, Codec, Learner
 from baton.envs.custom import CustomOptions
 from baton.errors import BatonError, ConfigError, DataError, ModelError, ReplayGapError, RunError, TaskFault
 from baton.evaluate import Bench, Measurement, report_rows, row_record
+from baton.protocols import RouterOptions
 from baton.records import LookRows, Record
-from baton.rollout import Play, Substitute, Table
+from baton.rollout import Play, Seat, Substitute, Table
 from baton.run import Reporter, Run, Silent
-from baton.team import Member, Team
+from baton.team import Member, Team, update_order
 from baton.types import (
     Accepted,
     AgentId,
@@ -73,12 +74,12 @@ from baton.types import (
 
 CHECKS: Mapping[str, str] = {
     "files": "config, prompt sets, team.json, every file that a line names",
-    "sequence": "lines: none missing, version ids used once, each position from the one before",
+    "sequence": "lines: none missing, version ids used once, each position, order and radius from what was before",
     "episodes": "tasks drawn by key, prompt ids, texts of the sampled ids, answers",
     "rewards": "answers, graded again",
-    "counts": "mean rewards and counts of each update; start accuracy and noise floors",
+    "counts": "mean rewards, counts and weights of reuse of each update; start accuracy and noise floors",
     "gate": "looks: probe states drawn by key, all fields from the recorded divergences",
-    "verdicts": "updates: verdict, version, beta, lr and streak from the looks",
+    "verdicts": "updates: verdict, retries, version, beta, lr and streak from the looks",
     "weights": "kept versions: fingerprints of their tensors",
     "log-probs": "sampled tokens, scored again by the version that sampled them",
     "divergences": "promoted updates: both KLs from the weights of both versions",
@@ -91,6 +92,8 @@ TOKEN_TABLE, TOKEN_EXACT, TOKEN_ROUNDED = 1e-6, 1e-3, 2.0
 tokens). The mean over an update's tokens obeys the replay bound beside it (acceptance.py)."""
 MEAN_EXACT, MEAN_ROUNDED = 1e-5, 5e-3
 """How far the recorded mean of a replay gap may lie from the recomputed one, nats: one changed number shows here too."""
+SHARE_EXACT, SHARE_ROUNDED = 1e-4, 0.1
+"""How far an effective share or a mean weight of reused episodes may lie from the recomputed one: fp32 serving, bf16."""
 KL_FLOOR = 1e-6
 """Smallest tolerance of a divergence, nats; above it the run's own noise floor decides (`kl_tolerance`)."""
 RELATIVE = 1e-9
@@ -109,6 +112,10 @@ PRUNED = "pruned versions are not kept (checkpoint.keep_promoted = 'all' keeps e
 FOREIGN = "a model from outside the run is not kept in it"
 AFTER_A_GAP = "what an update began with is unknown after a missing line"
 NOT_FINITE = "a step that was not finite is not taken again"
+NOT_MEASURED = "predicted gains are taken as they are: the gradients under them are not computed again"
+NOT_ALLOCATED = "order 'grad_norm' records norms, not the gains that the radii were shared out by: only their sum is checked"
+NOT_HEARD = "what a teammate behind an endpoint said cannot be computed here: its text is taken as it is"
+NOT_CALLED = "nobody called the agent at the start: its noise floor rests on words of its own that are not kept"
 
 _ODD = (
     BatonError,
@@ -251,13 +258,27 @@ class _Scoring:
     """Messages of one seat in one file that one version sampled: to be scored again when that version is loaded."""
 
     file: str
-    use: str | None
-    """Rows of this use alone; None: every row."""
+    uses: frozenset[str]
+    """Rows of these uses alone."""
     seat: AgentId
     temperature: float
     tokens: int
     update: Record | None = None
     """The update whose replay test these tokens were part of."""
+
+
+@dataclass(kw_only=True)
+class _Reweighed:
+    """Shared episodes of a stage, to be weighted again for the teammates that were promoted since (2.3)."""
+
+    update: Record
+    where: str
+    file: str
+    """Where the stage's first update keeps them."""
+    waiting: dict[AgentId, int]
+    """Changed teammates whose versions were not loaded yet."""
+    log_ratios: dict[str, float] = field(default_factory=lambda: dict[str, float]())
+    """By episode, over the teammates that were."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,14 +334,18 @@ def _open(run: Run, found: Findings, *, root: str | Path | None, reporter: Repor
     except ConfigError as error:
         found.wrong("files", "config.toml", "", str(error))
         return None
-    if isinstance(config.env, CustomOptions) and root is None:
+    code = [f"env '{config.env.name}'"] if isinstance(config.env, CustomOptions) else []
+    if isinstance(config.protocol, RouterOptions) and config.protocol.rule != "mention":
+        code.append(f"protocol.rule '{config.protocol.rule}'")
+    if code and root is None:
         raise ConfigError(
-            f"env '{config.env.name}' is code that the run names and an audit would execute: read it, then say with "
+            f"{code[0]} is code that the run names and an audit would execute: read it, then say with "
             "--root DIR where it lies"
         )
     try:
         sealed = _sealed(run, config)
-        plan = assemble.prepare(sealed, root=Path(root if root is not None else lines[0]["root"]))
+        folder = Path(root if root is not None else lines[0]["root"])
+        plan = assemble.prepare(sealed, root=folder, asks_endpoints=False)
         return _Audit(run, config, plan, lines, found, reporter)
     except (ConfigError, DataError, TaskFault) as error:
         folder = root if root is not None else lines[0].get("root")
@@ -334,18 +359,48 @@ def _open(run: Run, found: Findings, *, root: str | Path | None, reporter: Repor
 
 
 def _sealed(run: Run, config: Config) -> Config:
-    """The config with each model replaced by the run's own version 0, so that no hub, cache or memory here decides."""
+    """The config with each model replaced by the run's own version 0 (an adapter's by the base that it names), so that no
+    hub, cache or memory here decides; and with devices that are here."""
     if config.engine.name == "table":
         return config
-    agents = tuple(
-        a.model_copy(update={"model": str(run.path / records.version_folder(a.name, 0)), "warm_start": None})
-        for a in config.agents
-    )
-    dtypes = {models.describe(Path(a.model)).dtype for a in agents}
-    if len(dtypes) != 1:
+    folders = {a.name: run.path / records.version_folder(a.name, 0) for a in config.agents if not a.is_remote}
+    dtypes: set[torch.dtype | None] = set()
+    agents: list[AgentOptions] = []
+    for agent in config.agents:
+        if agent.name in folders:
+            folder = folders[agent.name]
+            is_adapter = adapters.is_adapter(folder)
+            if is_adapter != (agent.lora is not None):
+                raise ModelError(f"{folder} holds {'an adapter' if is_adapter else 'no adapter'}, unlike its config")
+            if agent.trainable and not is_adapter:
+                dtypes.add(models.describe(folder).dtype)
+            model = _base_of(folder) if is_adapter else folder
+            agent = agent.model_copy(update={"model": str(model), "warm_start": None, "device": _device(agent.device)})
+        agents.append(agent)
+    if len(dtypes) > 1:
         raise ModelError(f"version 0 of the agents is stored in {sorted(map(str, dtypes))}; a run serves one dtype")
-    dtype = str(dtypes.pop()).removeprefix("torch.")
-    return config.model_copy(update={"agents": agents, "engine": config.engine.model_copy(update={"dtype": dtype})})
+    sealed = config.model_copy(update={"agents": tuple(agents)})
+    # Adapters and frozen models are stored in a dtype of their own.
+    dtype = dtypes.pop() if dtypes else assemble.serve_dtype(sealed, folders)
+    engine = config.engine.model_copy(update={"dtype": str(dtype).removeprefix("torch.")})
+    return sealed.model_copy(update={"engine": engine})
+
+
+def _base_of(folder: Path) -> Path:
+    """The base of an adapter, which no run keeps. Raises ConfigError where it is not here."""
+    try:
+        return adapters.base_of(folder)
+    except ModelError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _device(name: str) -> str:
+    """The device of this name, or whichever is here."""
+    try:
+        local.device_of(name)
+    except ModelError:
+        return "auto"
+    return name
 
 
 def _report(run: Run, found: Findings, audit: _Audit | None) -> Record:
@@ -381,6 +436,7 @@ class _Audit:
         self.start = lines[0]
         self.threads = assemble.set_threads(plan.config, plan.parameters)
         self.agents = tuple(a.name for a in config.agents)
+        self.trained = tuple(a.name for a in config.agents if a.trainable)
         self.is_table = config.engine.name == "table"
         self.is_exact = self.is_table or plan.config.engine.dtype == "float32"
         self.floors: dict[AgentId, float] = {}
@@ -409,6 +465,7 @@ class _Audit:
                     is_exact=self.is_exact,
                 )
                 for a in config.agents
+                if a.trainable
             },
             train=plan.splits.train,
             probe=plan.splits.probe,
@@ -428,7 +485,11 @@ class _Audit:
         """Updates of the stage in hand; None where a line of it is missing."""
         self.stage_team: Team | None = None
         """The team at the start of the stage in hand."""
+        self.stage_file = ""
+        """Episodes of the first update of the stage in hand."""
         self.last_stage: tuple[int, str, list[Record]] | None = None
+        """(stage, file, rows) of the shared episodes that were checked last."""
+        self.reweighed: dict[tuple[AgentId, int], list[_Reweighed]] = {}
         self.at_hand: tuple[str, list[Record]] | None = None
 
     def close(self) -> None:
@@ -468,7 +529,7 @@ class _Audit:
         found.compare("files", "stages.jsonl", "line 1", "parameters", start.get("parameters"), dict(self.plan.parameters))
         facts = dict(self.plan.env.facts(len(self.agents)))
         found.compare("counts", "stages.jsonl", "line 1", "facts", start.get("facts"), facts)
-        here = runs.facts(self.threads)
+        here = runs.facts(self.config, self.threads)
         for at, then, now in differences({name: start.get(name) for name in here}, here):
             reason = f"another {at} than the run's ({then} then, {now} now): numbers need not be equal bit for bit"
             found.skip("log-probs", reason)
@@ -478,7 +539,7 @@ class _Audit:
     def _start(self) -> None:
         found, start, line = self.found, self.start, "line 1"
         fingerprints = start.get("fingerprints")
-        for name in self.agents:
+        for name in self.plan.local:
             if fingerprints is None:
                 found.skip("weights", "the start line holds no fingerprint of version 0", 1, f"{name}@0")
             else:
@@ -508,20 +569,20 @@ class _Audit:
             computed = {
                 "start_accuracy": accuracy,
                 "start_prompts": len(scored),
+                "is_repeatable": all(seat.speaker is None for seat in self.plan.seats),
                 "group": resolve_group(self.config.algorithm, (accuracy - low) / (high - low)),
             }
             recorded = {name: start.get(name) for name in computed}
             found.compare("counts", "stages.jsonl", line, "", recorded, computed)
             for seat in self.plan.seats:
-                tokens = _tokens(episodes, seat.agent)
-                self.score_later(seat.agent, 0, file, None, seat.agent, seat.temperature, tokens)
+                self.score_later(seat.agent, 0, file, ["start"], seat, _tokens(episodes, seat.agent))
 
     # ---- the lines ----
 
     def _journal(self, chosen: set[int]) -> None:
         """Every line in its order: ids, positions, orders; and the files of each chosen update on the way."""
         found, file = self.found, "stages.jsonl"
-        plan = sat.plan(self.config.algorithm, self.agents, self.config.seed)
+        total = sat.total_updates(self.config.algorithm, len(self.trained))
         before: Position | None = records.read_position(self.start["position"])
         self.positions, self.files = [before], self.start["files"]
         begun: dict[str, Record] = {}
@@ -547,15 +608,11 @@ class _Audit:
                         found.wrong("sequence", file, where, f"{what}: index", line["index"], index)
                         before, self.entries, self.stage_team = None, None, None
                     index = int(line["index"]) + 1
-                    if index > len(plan):
-                        found.wrong("sequence", file, where, "more updates than stages: index", index - 1, len(plan) - 1)
-                    else:
-                        ours = {"stage": line["stage"], "agent": line["agent"]}
-                        stage, agent = plan[index - 1]
-                        found.compare("sequence", file, where, "whose turn", ours, {"stage": stage, "agent": agent})
+                    if index > total:
+                        found.wrong("sequence", file, where, "more updates than stages: index", index - 1, total - 1)
                 after: Position | None = None
                 with found.reading("sequence", file, where):
-                    self.reporter.progress("updates", index, len(plan))
+                    self.reporter.progress("updates", index, total)
                     after = self._update(line, where, before, begun, is_chosen=id(line) in chosen)
                     self.positions.append(after)
                     self.files = line["files"]
@@ -575,15 +632,16 @@ class _Audit:
             elif kind not in ("resume", "end"):
                 found.wrong("sequence", file, where, "a line of no known kind", kind)
         with found.reading("sequence", file, f"line {len(self.lines)}"):
-            self._ending(plan)
+            self._ending(total)
+        self._unfinished(self.positions[-1])
         self._team(self.positions[-1])
 
     def _begin(self, line: Record, where: str, begun: dict[str, Record]) -> None:
         agent, version = line["agent"], line["version"]
         last = begun[agent]["version"] if agent in begun else 0
         begun[agent] = {**line, "where": where}
-        if agent not in self.agents:
-            self.found.wrong("sequence", "stages.jsonl", where, "an agent that the team does not have", agent)
+        if agent not in self.trained:
+            self.found.wrong("sequence", "stages.jsonl", where, "an agent that the team does not train", agent)
         elif version <= last:
             what = f"a version id is given twice or goes back: {agent}@"
             self.found.wrong("sequence", "stages.jsonl", where, what, version, last + 1)
@@ -591,13 +649,13 @@ class _Audit:
             what = f"the line that takes version {last + 1} of '{agent}' is missing: version"
             self.found.wrong("sequence", "stages.jsonl", where, what, version, last + 1)
 
-    def _ending(self, plan: Sequence[tuple[int, AgentId]]) -> None:
+    def _ending(self, total: int) -> None:
         """How the run says that it ended, against where it stands."""
         last = self.lines[-1]
         if last["kind"] != "end" or last.get("ending") == "interrupted":
             return
         position = self.positions[-1]
-        computed = sat.ending(self.world, position) or ("finished" if position.done == len(plan) else "(not at its end)")
+        computed = sat.ending(self.world, position) or ("finished" if position.done == total else "(not at its end)")
         self.found.compare("sequence", "stages.jsonl", f"line {len(self.lines)}", "ending", last["ending"], computed)
 
     def _team(self, position: Position) -> None:
@@ -637,8 +695,10 @@ class _Audit:
     ) -> Position:
         """Check one update's line against the position before it and its own files; gives the position it records."""
         found, file, agent = self.found, "stages.jsonl", str(line["agent"])
-        trainee = self.world.trainees[agent]
         index, stage = int(line["index"]), int(line["stage"])
+        after = records.read_position(line["position"])
+        plan = self._whose_turn(line, where, before, after)
+        trainee = sat.allowed(self.world.trainees[agent], plan)
         looks = records.read_looks(line)
         taken = begun.get(agent)
         found.compare("sequence", file, where, "schedule", line["schedule"], self.config.algorithm.name)
@@ -653,9 +713,16 @@ class _Audit:
         read = None
         if before is None:
             found.skip("episodes", AFTER_A_GAP, 1, where)
-        elif is_chosen:
-            read = self._files(line, where, before, looks, divergences=f"divergences/{name}.parquet")
-        verdict = self._verdict(line, where, looks, None if read is None else read.collected)
+        else:
+            if not before.entries:
+                self.stage_team, self.stage_file = before.team, str(line["episodes_file"])
+            before = replace(before, stage=plan)
+            if self.config.algorithm.order == "bandit":
+                before = sat.credit(before, float(line["episodes"]["reward"]))
+            if is_chosen:
+                read = self._files(line, where, before, trainee, looks, divergences=f"divergences/{name}.parquet")
+        retries = tuple(Retry(**retry) for retry in line["retries"])
+        verdict = self._verdict(line, where, looks, retries, None if read is None else read.has_signal)
         word = verdict_word(verdict)
         is_accepted = isinstance(verdict, Accepted)
         version = int(line["candidate_version"])
@@ -674,7 +741,6 @@ class _Audit:
             at_hand = sum(g.passed for g in looks) if is_accepted else 0
             found.skip("divergences", NOT_PROMOTED, len(looks) - at_hand)
 
-        after = records.read_position(line["position"])
         if before is None:
             return after
         found.compare("sequence", file, where, "from_version", line["from_version"], before.team.member(agent).version)
@@ -684,25 +750,91 @@ class _Audit:
         state = before.agents[agent]
         found.compare("verdicts", file, where, "beta", line["beta"], state.beta)
         found.compare("verdicts", file, where, "lr", line["lr"], state.lr)
+        found.compare(
+            "verdicts", file, where, "retries", line["retries"], [_again(state, n, r) for n, r in enumerate(retries, 1)]
+        )
         # What only the episodes tell is taken as recorded where they were not looked into.
         recorded = after.agents[agent]
         sums = recorded.replay if read is None else read.replay(state, line)
         cursor = state.cursor
-        if is_accepted and self.config.algorithm.name != "joint":
+        if is_accepted and not self._is_shared(line):
             cursor = recorded.cursor if read is None else read.collected.cursor
         adapted = sat.adapt(replace(state, replay=sums, cursor=cursor), trainee, verdict, looks, self.config.algorithm)
         found.compare("verdicts", file, where, "after", line["after"], adapted)
-        self._position(line, where, before, verdict, adapted)
+        self._position(line, where, before, trainee, verdict, adapted)
         return after
 
-    def _position(self, line: Record, where: str, before: Position, verdict: Verdict, adapted: AgentState) -> None:
+    def _is_shared(self, line: Record) -> bool:
+        """The update trains on the episodes that its stage shares."""
+        reuse = line["reuse"]
+        return self.config.algorithm.shares_episodes and not (reuse is not None and reuse["is_resampled"])
+
+    def _whose_turn(self, line: Record, where: str, before: Position | None, after: Position) -> StagePlan | None:
+        """Whose turn it is, and what its stage has decided: of the stage's first update as `sat.plan_stage` decides it."""
+        options, n, index = self.config.algorithm, len(self.trained), int(line["index"])
+        plan: StagePlan | None = None
+        if options.name == "independent":
+            turn = {"stage": index % options.stages + 1, "agent": self.trained[min(index // options.stages, n - 1)]}
+        else:
+            stage = index // n + 1
+            if before is None:
+                plan = after.stage
+            elif before.stage is not None and index % n:
+                plan = before.stage
+            else:
+                plan = self._planned(where, before, after.stage, stage)
+            order = self.trained if plan is None else plan.order
+            turn = {"stage": stage, "agent": order[index % n]}
+        ours = {"stage": line["stage"], "agent": line["agent"]}
+        self.found.compare("sequence", "stages.jsonl", where, "whose turn", ours, turn)
+        return plan
+
+    def _planned(self, where: str, before: Position, recorded: StagePlan | None, stage: int) -> StagePlan | None:
+        """Order and radii of a stage. Where they were measured, they follow from the recorded gains."""
+        options, trained, found = self.config.algorithm, self.trained, self.found
+        if not options.is_measured:
+            return runs.complete(sat.plan_stage(self.world, before, stage))[0]
+        if recorded is None or set(recorded.gains) != set(trained):
+            found.wrong("sequence", "stages.jsonl", where, "position.stage tells of no gain of each agent", recorded)
+            return None
+        found.skip("sequence", NOT_MEASURED, 1, f"stage {stage}")
+        gains: dict[AgentId, float | None] = {a: float(recorded.gains[a]) for a in trained}
+        order = (
+            trained
+            if options.name == "joint"
+            else update_order(options.order, trained, seed=self.world.seed, stage=stage, gains=gains)
+        )
+        radii = {a: t.radius_token for a, t in self.world.trainees.items()}
+        if options.radius_allocation == "greedy":
+            mean = sum(radii.values()) / len(radii)
+            if options.order == "grad_norm":
+                found.skip("sequence", NOT_ALLOCATED, 1, f"stage {stage}")
+                quanta = [recorded.radii[a] / (mean / 4.0) for a in trained]
+                if not all(q in range(1, 9) for q in quanta) or sum(quanta) != 4 * len(quanta):
+                    what = f"position.stage.radii are no shares of {mean * len(radii):g} nats in quanta of {mean / 4.0:g}"
+                    found.wrong("sequence", "stages.jsonl", where, what, dict(recorded.radii))
+                radii = dict(recorded.radii)
+            else:
+                given = trust_region.allocate_radius(
+                    [float(recorded.gains[a]) / math.sqrt(radii[a]) for a in trained],
+                    budget=mean * len(radii),
+                    quantum=mean / 4.0,
+                    cap=2.0 * mean,
+                )
+                radii = dict(zip(trained, given, strict=True))
+        return StagePlan(order=order, radii=radii, gains=recorded.gains)
+
+    def _position(
+        self, line: Record, where: str, before: Position, trainee: Trainee, verdict: Verdict, adapted: AgentState
+    ) -> None:
         """The position after an update, as `sat.update` makes it."""
         agent, options = str(line["agent"]), self.config.algorithm
-        entries = (*before.entries, _entry(line, self.world, verdict))
+        reward = float(line["episodes"]["reward"])
+        entries = (*before.entries, _entry(line, trainee, verdict))
         self.entries = entries if self.entries is not None else None
-        is_whole = options.name == "independent" or len(entries) == len(self.agents)
+        is_whole = options.name == "independent" or len(entries) == len(self.trained)
         is_accepted = isinstance(verdict, Accepted)
-        lost = () if isinstance(verdict, Accepted) else ((verdict.reason, float(line["episodes"]["reward"])),)
+        lost = () if isinstance(verdict, Accepted) else ((verdict.reason, reward),)
         expected = replace(
             before,
             team=before.team.promote(agent, verdict, int(line["candidate_version"])) if is_accepted else before.team,
@@ -710,6 +842,7 @@ class _Audit:
             done=before.done + 1,
             stalled=() if is_accepted else before.stalled + lost,
             entries=() if is_whole else entries,
+            moved=(agent, reward, is_accepted) if options.order == "bandit" else None,
         )
         computed = records.position_record(expected)
         self.found.compare("sequence", "stages.jsonl", where, "position", line["position"], computed)
@@ -720,7 +853,9 @@ class _Audit:
         expected = dict(before)
         agent = str(line["agent"])
         if isinstance(verdict, Accepted):
-            steps = before[agent]["steps"] + (len(line["steps"]) if verdict.scale == 1.0 else 0)
+            # What was shrunk keeps the moments of its start; a retry has its own training's.
+            trained = len(line["steps"]) // (1 + len(line["retries"]))
+            steps = before[agent]["steps"] + (trained if verdict.scale == 1.0 or verdict.gate.attempt else 0)
             weights = records.version_folder(agent, int(line["candidate_version"]))
             training = line["files"][agent]["training"]
             own = f"state/{agent}/training-{line['index']:06d}.safetensors"
@@ -728,26 +863,46 @@ class _Audit:
             expected[agent] = {"weights": weights, "training": training, "steps": steps}
         self.found.compare("files", "stages.jsonl", where, "files", line["files"], expected)
 
-    def _verdict(self, line: Record, where: str, looks: Sequence[GateRecord], collected: Collected | None) -> Verdict:
-        """The verdict that follows from the looks (and from the groups, where the episodes were read)."""
-        found, file, recorded = self.found, "stages.jsonl", line["verdict"]
-        halvings = self.config.algorithm.line_search.halvings
-        scales = (1.0, *trust_region.line_search_scales(halvings))
-        found.compare("verdicts", file, where, "scales of the looks", [g.scale for g in looks], scales[: len(looks)])
+    def _verdict(
+        self, line: Record, where: str, looks: Sequence[GateRecord], retries: Sequence[Retry], has_signal: bool | None
+    ) -> Verdict:
+        """The verdict that follows from the looks (and from the episodes, where they were read)."""
+        found, file, recorded, options = self.found, "stages.jsonl", line["verdict"], self.config.algorithm
+        steps = [(1.0, 0), *((min(1.0, r.shrink_total), n) for n, r in enumerate(retries, 1) if r.shrink_total > 0.0)]
+        if len(retries) == options.backtrack.tries - 1:
+            steps += [(scale, 0) for scale in trust_region.line_search_scales(options.line_search.halvings)]
+        found.compare(
+            "verdicts", file, where, "scales of the looks", [g.scale for g in looks], [x for x, _ in steps[: len(looks)]]
+        )
+        found.compare(
+            "verdicts", file, where, "attempts of the looks", [g.attempt for g in looks], [n for _, n in steps[: len(looks)]]
+        )
         passed = [n for n, g in enumerate(looks) if g.passed]
         if passed and passed[0] != len(looks) - 1:
             found.wrong("verdicts", file, where, f"look {passed[0] + 1} passed, and {len(looks)} were taken")
         reason = recorded.get("reason")
-        has_no_signal = collected is not None and collected.informative < self.config.algorithm.min_informative
+        tried = len(retries)
+        if passed or reason == "radius":
+            # A retry is made because every candidate before it failed, and none is left out before the line search.
+            last = looks[-1] if looks else None
+            is_first = last is not None and len(looks) == 1 and last.passed
+            tried = (
+                0
+                if is_first
+                else last.attempt
+                if last is not None and last.attempt and last.passed
+                else options.backtrack.tries - 1
+            )
+        found.compare("verdicts", file, where, "number of retries", len(retries), tried)
         verdict: Verdict
         if passed:
             verdict = Accepted(scale=looks[-1].scale, gate=looks[-1])
             if reason == "not_published":
                 found.skip("verdicts", NOT_PUBLISHED, 1, where)
                 verdict = Rejected(reason="not_published", gate=looks[-1])
-        elif len(looks) == len(scales):
+        elif len(looks) == len(steps) and len(retries) == options.backtrack.tries - 1:
             verdict = Rejected(reason="radius", gate=looks[-1])
-        elif not looks and (has_no_signal if collected is not None else reason == "no_signal"):
+        elif not looks and (reason == "no_signal" if has_signal is None else not has_signal):
             verdict = Rejected(reason="no_signal")
         else:
             if reason == "non_finite":
@@ -764,81 +919,166 @@ class _Audit:
         return verdict
 
     def _files(
-        self, line: Record, where: str, before: Position, looks: Sequence[GateRecord], *, divergences: str
+        self,
+        line: Record,
+        where: str,
+        before: Position,
+        trainee: Trainee,
+        looks: Sequence[GateRecord],
+        *,
+        divergences: str,
     ) -> _Read | None:
         """An update's episodes and divergences: what was played, its rewards, its counts, its looks."""
-        found, agent, options = self.found, str(line["agent"]), self.config.algorithm
+        found, agent, options = self.found, trainee.agent, self.config.algorithm
         file = str(line["episodes_file"])
         rows = self._rows("episodes", file)
         if rows is None:
             return None
-        if not before.entries:
-            self.stage_team = before.team
-        team: Team | None = before.team
-        stage, who, until = int(line["stage"]), agent, agent
-        cursor, prompts = before.agents[agent].cursor, options.episodes // self.world.group
-        slots: Mapping[AgentId, Slot] = {}
-        if options.name == "independent":
-            slots = {a: "start" for a in self.agents if a != agent}
-        elif options.name == "joint":
-            # The stage's agents share what the team of its start has played.
-            team = self.stage_team
-            prompts *= len(self.agents)
-            who, until, cursor = "team", None, (stage - 1) * prompts
-        if team is None:
+        found.compare("counts", "stages.jsonl", where, "is reused", line["reuse"] is not None, options.data == "reuse")
+        seed, stage, is_shared, is_joint = (
+            self.world.seed,
+            int(line["stage"]),
+            self._is_shared(line),
+            options.name == "joint",
+        )
+        if is_shared and self.stage_team is None:
             found.skip("episodes", AFTER_A_GAP, 1, where)
             return None
-        versions = sat.acting(team, slots)
-        known = self._seen_already(line, file, rows)
-        playing = _Playing(self.world.table, (self.world.seed, stage, who, SAMPLE), versions, None, None, "train")
-        train = [row for row in rows if row["use"] == "train"]
-        collected = self._collected(file, train, playing, cursor, prompts, who, check=not known)
-        order = permutation(key(self.world.seed, stage, who, PROBE), len(self.world.probe))
+        slots: Mapping[AgentId, Slot] = (
+            {a: "start" for a in self.agents if a != agent} if options.name == "independent" else {}
+        )
+        now = sat.acting(before.team, slots)
+        then = now if self.stage_team is None else sat.acting(self.stage_team, slots)
+        # The stage's agents share what the team of its start has played (joint: also the probe).
+        who, prompts, cursor = agent, options.episodes // self.world.group, before.agents[agent].cursor
+        if is_shared:
+            prompts = len(self.trained) * options.episodes // self.world.group
+            who, cursor = "team", (stage - 1) * prompts
+        judge = "team" if is_joint else agent
+        played = {use: [row for row in rows if row["use"] == use] for use in ("train", "probe", "order")}
+        if sum(map(len, played.values())) != len(rows):
+            found.wrong("episodes", file, "", "holds rows of another use than train, probe and order")
+        shared = (
+            [row for use in (("train", "probe") if is_joint else ("train",)) for row in played[use]] if is_shared else []
+        )
+        known = is_shared and self._seen_already(line, file, shared)
+        table = self.world.table
+        playing = _Playing(table, (seed, stage, who, SAMPLE), then if is_shared else now, None, None, "train")
+        collected = self._collected(file, played["train"], playing, cursor, prompts, who, check=not known)
+        order = permutation(key(seed, stage, judge, PROBE), len(self.world.probe))
         probed = [Play(task=self.world.probe[i]) for i in order[: self.config.gate.probe_prompts]]
-        probing = replace(playing, address=(self.world.seed, stage, who, PROBE), until=until, drawn_from="probe")
-        probe_rows = [row for row in rows if row["use"] == "probe"]
-        if len(train) + len(probe_rows) != len(rows):
-            found.wrong("episodes", file, "", "holds rows of another use than train and probe")
-        probe = self.episodes(file, probe_rows, probing, probed, "probe", first=len(train), check=not known)
+        until = None if is_joint else agent
+        probing = _Playing(table, (seed, stage, judge, PROBE), then if is_joint else now, until, None, "probe")
+        first = len(played["train"])
+        probe = self.episodes(file, played["probe"], probing, probed, "probe", first=first, check=not (known and is_joint))
+        ordering = self._ordering(line, file, played["order"], before, first + len(played["probe"]))
 
         found.ok("counts")
         values = sat.episode_advantages(options, collected.scored)
         counted = sat.stats(self.world, collected, values)
         found.compare("counts", "stages.jsonl", where, "episodes", line["episodes"], counted)
         found.compare("counts", "stages.jsonl", where, "probe_episodes", line["probe_episodes"], len(probe))
-        seats = [s for s in self.plan.seats if options.name != "joint" or s.agent == agent]
-        for seat in seats:
-            tokens = _tokens([*collected.all, *probe], seat.agent)
-            is_own = seat.agent == agent and line["replay"] is not None
-            version = versions[seat.agent]
-            self.score_later(seat.agent, version, file, None, seat.agent, seat.temperature, tokens, line if is_own else None)
+        for seat in self.plan.seats:
+            # Each trained agent scores its own tokens of shared episodes: its replay test was made on them.
+            is_own = seat.agent == agent
+            elsewhere = not is_own and (known or seat.agent in self.trained)
+            spoken: dict[int, list[str]] = {}
+            for use, version in (("train", playing.versions), ("probe", probing.versions), ("order", now)):
+                if not (elsewhere and is_shared and (use == "train" or (use == "probe" and is_joint))):
+                    spoken.setdefault(version[seat.agent], []).append(use)
+            of_use = {"train": collected.all, "probe": probe, "order": ordering}
+            for version, uses in spoken.items():
+                tokens = sum(_tokens(of_use[use], seat.agent) for use in uses)
+                update = line if is_own and line["replay"] is not None else None
+                self.score_later(seat.agent, version, file, uses, seat, tokens, update)
+        if line["reuse"] is not None:
+            self._reuse(line, where, before)
+        messages = [t for e in probe for t in batching.trajectories(e, agent)]
+        silence = sat.unheard(self.config.gate, collected.scored, values, messages, agent, looks=options.looks)
+        has_signal = collected.informative >= options.min_informative and not silence
         own = _tokens(collected.scored, agent)
-        read = _Read(collected=collected, own_tokens=own)
+        read = _Read(collected=collected, own_tokens=own, has_signal=has_signal)
         if looks or (self.run.path / divergences).exists():
             with found.reading("gate", divergences):
-                self._looks(line, where, divergences, looks, probe)
+                self._looks(line, where, divergences, trainee, looks, probe)
         return read
 
+    def _ordering(self, line: Record, file: str, rows: Sequence[Record], before: Position, first: int) -> Sequence[Episode]:
+        """The episodes that a stage's order or radii were measured on: of the team of its start, beside the first update's."""
+        options, stage = self.config.algorithm, int(line["stage"])
+        if before.entries or not options.is_measured:
+            if rows:
+                self.found.wrong(
+                    "episodes", file, f"row {first + 1}", "measures an order where none is measured", len(rows), 0
+                )
+            return ()
+        prompts = max(1, options.ordering_episodes // self.world.group)
+        versions = before.team.versions
+        playing = _Playing(self.world.table, (self.world.seed, stage, "order", SAMPLE), versions, None, None, "train")
+        collected = self._collected(file, rows, playing, (stage - 1) * prompts, prompts, "order", first=first, check=True)
+        gains = {} if before.stage is None else before.stage.gains
+        for agent, gain in gains.items():
+            acted = any(t.kind == "action" and t.agent == agent for e in collected.scored for t in e.turns)
+            if gain < 0.0 or (gain > 0.0 and not acted):
+                told = f"gain of '{agent}', which {'acted' if acted else 'did not act'} in the episodes of the order"
+                self.found.wrong("sequence", file, "", told, gain, 0.0)
+        return collected.all
+
+    def _reuse(self, line: Record, where: str, before: Position) -> None:
+        """Who has changed since the shared episodes were played; what that makes of them waits for the changed versions."""
+        found, reuse = self.found, line["reuse"]
+        changed = tuple(entry.agent for entry in before.entries if entry.word != "rejected")
+        computed = {"changed": changed, "is_resampled": reuse["effective_share"] < self.config.algorithm.reuse.ess_floor}
+        found.compare("counts", "stages.jsonl", where, "reuse", {n: reuse[n] for n in computed}, computed)
+        waiting = {a: before.team.member(a).version for a in changed}
+        weighed = _Reweighed(update=line, where=where, file=self.stage_file, waiting=waiting)
+        for at in waiting.items():
+            self.reweighed.setdefault(at, []).append(weighed)
+        if not waiting:
+            self._weighed(weighed)
+
     def _seen_already(self, line: Record, file: str, rows: list[Record]) -> bool:
-        """In a joint stage: whether these are the episodes of the stage's first file, which were checked there."""
-        if self.config.algorithm.name != "joint":
-            return False
+        """In a stage that shares its episodes: whether these are those of its first file, which were checked there."""
         stage = int(line["stage"])
         if self.last_stage is None or self.last_stage[0] != stage:
             self.last_stage = (stage, file, rows)
             return False
         if rows != self.last_stage[2]:
-            what = f"differs from {self.last_stage[1]}, though the agents of a joint stage share their episodes"
+            schedule = "joint stage" if self.config.algorithm.name == "joint" else "stage that reuses them"
+            what = f"differs from {self.last_stage[1]}, though the agents of a {schedule} share their episodes"
             self.found.wrong("episodes", file, "", what)
             return False
         return True
 
+    def _unfinished(self, last: Position) -> None:
+        """Shared episodes of a stage that ended early: the tokens of those who had no update of their own in it."""
+        stage = 1 + last.done // len(self.trained)
+        if not last.entries or self.last_stage is None or self.last_stage[0] != stage:
+            return
+        _, file, rows = self.last_stage
+        waiting = set(self.trained) - {entry.agent for entry in last.entries}
+        episodes = [records.read_episode(row) for row in rows]
+        for seat in self.plan.seats:
+            if seat.agent in waiting and self.stage_team is not None:
+                uses = sorted({str(row["use"]) for row in rows})
+                version = self.stage_team.member(seat.agent).version
+                self.score_later(seat.agent, version, file, uses, seat, _tokens(episodes, seat.agent))
+
     def _collected(
-        self, file: str, rows: Sequence[Record], playing: _Playing, cursor: int, prompts: int, who: str, *, check: bool
+        self,
+        file: str,
+        rows: Sequence[Record],
+        playing: _Playing,
+        cursor: int,
+        prompts: int,
+        who: str,
+        *,
+        first: int = 0,
+        check: bool,
     ) -> Collected:
-        """The train episodes of an update, drawn as `sat.collect` draws them: again while too few groups are informative."""
+        """Train episodes, drawn as `sat.collect` draws them: again while too few groups are informative."""
         options, train, group = self.config.algorithm, self.world.train, self.world.group
-        is_batch = options.objective.resolved[2] == "batch_mean"
+        is_batch = options.objective.choice.baseline == "batch_mean"
         count = advantages.decided_prompts if is_batch else advantages.informative_groups
         episodes: list[Episode] = []
         seen: set[str] = set()
@@ -852,7 +1092,8 @@ class _Audit:
             seen.update(task.id for task in tasks)
             plays = [Play(task=task, sibling=g) for task in tasks for g in range(group)]
             part = rows[used : used + len(plays)]
-            episodes += self.episodes(file, part, playing, plays, f"train, draw {draw + 1}", first=used, check=check)
+            what = f"{who if who == 'order' else 'train'}, draw {draw + 1}"
+            episodes += self.episodes(file, part, playing, plays, what, first=first + used, check=check)
             used += len(part)
             scored = [e for e in episodes if e.is_scored]
             rewards = torch.tensor([e.reward for e in scored], dtype=torch.float64)
@@ -860,7 +1101,8 @@ class _Audit:
             if informative >= options.min_informative:
                 break
         if used < len(rows):
-            self.found.wrong("episodes", file, f"row {used + 1}", "train episodes too many", len(rows), used)
+            what = f"{who if who == 'order' else 'train'} episodes too many"
+            self.found.wrong("episodes", file, f"row {first + used + 1}", what, len(rows), used)
         return Collected(
             scored=tuple(e for e in episodes if e.is_scored), all=tuple(episodes), cursor=cursor, informative=informative
         )
@@ -936,7 +1178,8 @@ class _Audit:
         """Replay who spoke when, what each was asked and said. Gives the answer to grade; None where nothing is graded."""
         found, table, task = self.found, playing.table, play.task
         protocol = table.protocol
-        if isinstance(episode.outcome, Failed) and playing.until is None:
+        failure = episode.outcome.reason if isinstance(episode.outcome, Failed) else ""
+        if failure and (playing.until is None or failure != "probe") and not failure.startswith("rule: "):
             found.skip("episodes", FAILED_EPISODE, 1, f"{file} {where}")
             return None
         rotation = 0
@@ -947,7 +1190,13 @@ class _Audit:
         while True:
             own = sum(turn.agent == playing.until for turn in done)
             is_over = playing.until is not None and own >= protocol.own_turns
-            due = () if is_over else protocol.due(done, rotation)
+            try:
+                due = () if is_over else protocol.due(task, done, rotation)
+            except TaskFault as fault:
+                found.compare("episodes", file, where, "failure", failure, f"rule: {fault}")
+                if left:
+                    found.wrong("episodes", file, where, f"{len(left)} turns after the rule had failed")
+                return None
             if not due:
                 break
             said: list[Turn] = []
@@ -963,6 +1212,9 @@ class _Audit:
             done += said
         if left:
             found.wrong("episodes", file, where, f"{len(left)} turns more than the protocol has")
+            return None
+        if failure.startswith("rule: "):
+            found.wrong("episodes", file, where, "the rule does not fail here", failure)
             return None
         if playing.until is not None:
             if episode.outcome != Failed(reason="probe") or episode.answer:
@@ -996,12 +1248,20 @@ class _Audit:
         if playing.substitute is not None:
             drawn = key(*playing.address, episode_id, len(before), "substitute")
             text = playing.substitute(task, index, drawn)
+        if text is None and seat.speaker is not None:
+            found.skip("episodes", NOT_HEARD, 1, f"{file} {where}")
+            ours = {"kind": turn.kind, "versions": list(turn.versions), "cut": turn.cut}
+            said = {"kind": "observation", "versions": [], "cut": turn.finish_reason == "length"}
+            return found.compare("episodes", file, where, at, ours, said)
         if text is not None or turn.kind != "action":
             ours = {"kind": turn.kind, "text": turn.text}
             return found.compare("episodes", file, where, at, ours, {"kind": "observation", "text": text})
         if playing.is_foreign(seat.agent):
             found.skip("episodes", FOREIGN, 1, file)
             return True
+        if seat.codec is None:
+            found.wrong("episodes", file, where, f"{at}: sampled ids of '{seat.agent}', which has no model here")
+            return False
         prompt = self._encode(seat.codec, playing.table.protocol.messages(task, before, index, seat.system))
         ends = turn.ids[-1] in seat.codec.end_ids if turn.ids else False
         is_full = len(turn.ids) == seat.max_new_tokens
@@ -1055,14 +1315,22 @@ class _Audit:
 
     # ---- the gate ----
 
-    def _looks(self, line: Record, where: str, file: str, looks: Sequence[GateRecord], probe: Sequence[Episode]) -> None:
-        """Probe states against the keyed draw, and each look's record against its divergences and the config's radii."""
+    def _looks(
+        self,
+        line: Record,
+        where: str,
+        file: str,
+        trainee: Trainee,
+        looks: Sequence[GateRecord],
+        probe: Sequence[Episode],
+    ) -> None:
+        """Probe states against the keyed draw, and each look's record against its divergences and its stage's radii."""
         found, agent = self.found, str(line["agent"])
         states = self._states(probe, agent, int(line["stage"]))
         read = records.read_divergences(self.run.path / file)
         found.ok("files")
         found.compare("gate", file, "", "scales of the looks", [r.scale for r in read], [g.scale for g in looks])
-        trainee, gate = self.world.trainees[agent], self.config.gate
+        gate = self.config.gate
         row, position = (index.tolist() for index in states.batch.mask.nonzero(as_tuple=True))
         drawn = {
             "episode": [states.batch.episode_ids[r] for r in row],
@@ -1093,11 +1361,13 @@ class _Audit:
                 direction=gate.direction,
                 alpha=1.0 - gate.quantile,
                 eta=gate.eta,
-                looks=1 + self.config.algorithm.line_search.halvings,
+                looks=self.config.algorithm.looks,
                 radius_token=trainee.radius_token,
                 radius_message_mean=trainee.radius_message_mean,
                 scale=one.scale,
             )
+            # Which training a look is of is told by the retries (`_verdict`).
+            computed = replace(computed, attempt=recorded.attempt)
             found.compare("gate", "stages.jsonl", where, at, records.plain(recorded), computed)
 
     def _states(self, probe: Sequence[Episode], agent: AgentId, stage: int) -> ProbeStates:
@@ -1135,8 +1405,8 @@ class _Audit:
         count = int(report["prompts"]) * int(report["k"])
         bench = _StoredBench(self, episodes, rows, replace(self.plan, config=config), k=int(report["k"]), count=count)
         try:
-            now = {n: self.run.path / records.version_folder(n, v) for n, v in versions.items()}
-            start = {n: self.run.path / records.version_folder(n, 0) for n in versions}
+            now = {n: self.run.path / records.version_folder(n, versions[n]) for n in self.plan.local}
+            start = {n: self.run.path / records.version_folder(n, 0) for n in self.plan.local}
             made = report_rows(bench, now, start, baselines=report["baselines"], full_information=report["full_information"])
         finally:
             bench.close()
@@ -1162,14 +1432,15 @@ class _Audit:
         agent: AgentId,
         version: int,
         file: str,
-        use: str | None,
-        seat: AgentId,
-        temperature: float,
+        uses: Sequence[str],
+        seat: Seat,
         tokens: int,
         update: Record | None = None,
     ) -> None:
         """Note messages for the time when the version that sampled them is loaded."""
-        scoring = _Scoring(file=file, use=use, seat=seat, temperature=temperature, tokens=tokens, update=update)
+        scoring = _Scoring(
+            file=file, uses=frozenset(uses), seat=seat.agent, temperature=seat.temperature, tokens=tokens, update=update
+        )
         if tokens:
             self.scorings.setdefault((agent, version), []).append(scoring)
 
@@ -1179,7 +1450,7 @@ class _Audit:
         total = len({*self.fingerprints, *self.scorings})
         done = 0
         self.found.skip("log-probs", NOT_SAMPLED, sum(s.tokens for many in self.scorings.values() for s in many))
-        for agent in self.agents:
+        for agent in self.plan.local:
             crew: Crew | None = None
             with self.found.reading("weights", records.version_folder(agent, 0)):
                 origin = self.run.path / records.version_folder(agent, 0)
@@ -1195,20 +1466,31 @@ class _Audit:
                     self._without(agent, version, judged)
                     judged = None
                     continue
+                for scoring in self.scorings.get((agent, version), []):
+                    with self.found.reading("log-probs", scoring.file):
+                        self._score(scoring, learner, agent, version)
+                for weighed in self.reweighed.get((agent, version), []):
+                    with self.found.reading("counts", weighed.file):
+                        self._reweigh(weighed, learner, agent)
+                if agent not in self.world.trainees:
+                    continue
                 trainee = replace(self.world.trainees[agent], learner=learner)
+                if version == 0:
+                    with self.found.reading("counts", "stages.jsonl", "line 1"):
+                        self._floor(agent, learner)
                 if judged is not None and judged.update["candidate_version"] == version:
                     with self.found.reading("divergences", str(judged.update["episodes_file"])):
                         self._divergence(judged, trainee)
                 judged = None
-                if version == 0:
-                    with self.found.reading("counts", "stages.jsonl", "line 1"):
-                        self._floor(agent, learner)
-                for scoring in self.scorings.get((agent, version), []):
-                    with self.found.reading("log-probs", scoring.file):
-                        self._score(scoring, trainee, version)
                 if (agent, version) in self.promotions:
                     with self.found.reading("divergences", folder):
                         judged = self._judge(trainee, *self.promotions[agent, version])
+        unweighed = {id(w): w for many in self.reweighed.values() for w in many if w.waiting}
+        for weighed in unweighed.values():
+            lost = ", ".join(f"{a}@{v}" for a, v in weighed.waiting.items())
+            self.found.skip(
+                "counts", "reused episodes whose changed versions are not to be had are not weighted again", 1, lost
+            )
 
     def _load(self, crew: Crew, agent: AgentId, version: int, now: Mapping[AgentId, int]) -> Learner | None:
         """The agent's learner with the weights of a version, as they are served; None where they are not to be had."""
@@ -1228,8 +1510,9 @@ class _Audit:
                 if recorded != weights.fingerprint:
                     told = f"the tensors of {agent}@{version} are not those that {place} names: fingerprint"
                     found.wrong("weights", folder, "", told, recorded, weights.fingerprint)
-            learner = crew.learners[agent]
-            learner.restore(Snapshot(weights=weights.tensors, moments={}, steps=0))
+            learner = crew.learners[agent].awake
+            if agent in self.world.trainees:
+                learner.restore(Snapshot(weights=weights.tensors, moments={}, steps=0))
             return learner
         return None
 
@@ -1256,6 +1539,9 @@ class _Audit:
             return
         episodes = [records.read_episode(row) for row in self.rows(file)]
         rows = [t for e in episodes for t in batching.trajectories(e, agent)]
+        if not rows:
+            self.found.skip("counts", NOT_CALLED, 1, agent)
+            return
         floor = runs.noise_floor(learner, batching.token_batch(rows, temperature=self._temperature(agent)))
         self.floors[agent] = floor[0]
         self.found.ok("counts")
@@ -1266,13 +1552,13 @@ class _Audit:
             if not abs(said - computed) <= KL_FLOOR + max(abs(said), abs(computed)) / 2:
                 self.found.wrong("counts", "stages.jsonl", "line 1", f"noise_floor.{agent}.{name}", said, computed)
 
-    def _score(self, scoring: _Scoring, trainee: Trainee, version: int) -> None:
+    def _score(self, scoring: _Scoring, learner: Learner, agent: AgentId, version: int) -> None:
         """The sampled tokens of one seat in one file, scored by the version that is loaded."""
         found = self.found
         rows = [
             (number, records.read_episode(row), row["use"])
             for number, row in enumerate(self.rows(scoring.file), start=1)
-            if scoring.use is None or row["use"] == scoring.use
+            if row["use"] in scoring.uses
         ]
         number_of = {episode.id: number for number, episode, _ in rows}
         rest = [episode for _, episode, _ in rows]
@@ -1294,7 +1580,7 @@ class _Audit:
         gaps: list[Tensor] = []
         for batch in batches:
             # A seat may have been played with another agent's model.
-            again = trainee.learner.logprobs(replace(batch, agent=trainee.agent))
+            again = learner.logprobs(replace(batch, agent=agent))
             gap = (again - batch.behavior_logprobs)[batch.mask].double()
             gaps.append(gap)
             found.ok("log-probs", gap.numel())
@@ -1304,17 +1590,17 @@ class _Audit:
                 row, position = (index[bad[0]].item() for index in batch.mask.nonzero(as_tuple=True))
                 where = f"row {number_of[batch.episode_ids[int(row)]]}"
                 more = f" ({len(bad) - 1} more tokens here)" if len(bad) > 1 else ""
-                told = f"token {int(position)} of '{scoring.seat}' under {trainee.agent}@{version}{more}: log-probability"
+                told = f"token {int(position)} of '{scoring.seat}' under {agent}@{version}{more}: log-probability"
                 one = float(batch.behavior_logprobs[int(row), int(position)])
                 found.wrong("log-probs", scoring.file, where, told, one, one + float(gap[bad[0]]))
         if update is not None:
-            self._replay(scoring, update, torch.cat(gaps[:tested]), trainee, limit)
+            self._replay(scoring, update, torch.cat(gaps[:tested]), agent, limit)
 
-    def _replay(self, scoring: _Scoring, update: Record, gap: Float[Tensor, " N"], trainee: Trainee, limit: float) -> None:
+    def _replay(self, scoring: _Scoring, update: Record, gap: Float[Tensor, " N"], agent: AgentId, limit: float) -> None:
         """The replay test of an update (B18), as it was made."""
         found, file = self.found, scoring.file
         try:
-            check_replay(ReplaySums(), gap, agent=trainee.agent, is_exact=trainee.is_exact)
+            check_replay(ReplaySums(), gap, agent=agent, is_exact=self.is_exact)
         except ReplayGapError as error:
             found.wrong("log-probs", file, "", f"the replay test fails: {str(error).partition(':')[2].strip()}")
         computed = {"mean": float(gap.abs().mean()), "max": float(gap.abs().max()), "signed": float(gap.mean())}
@@ -1323,6 +1609,38 @@ class _Audit:
             if not abs(said - value) <= (limit if name == "max" else MEAN_EXACT if self.is_exact else MEAN_ROUNDED):
                 what = f"replay.{name} of update {update['index']}"
                 found.wrong("log-probs", "stages.jsonl", f"update {update['index']}", what, said, value)
+
+    def _reweigh(self, weighed: _Reweighed, learner: Learner, agent: AgentId) -> None:
+        """What one changed teammate's version makes of the shared episodes, as `sat.log_ratio_sums` does."""
+        episodes = [records.read_episode(row) for row in self.rows(weighed.file) if row["use"] == "train"]
+        scored = [e for e in episodes if e.is_scored]
+        for episode in scored:
+            weighed.log_ratios.setdefault(episode.id, 0.0)
+        rows = [t for e in scored for t in batching.trajectories(e, agent)]
+        if rows:
+            batch = batching.token_batch(rows, temperature=self._temperature(agent))
+            now = learner.logprobs(batch).double().sum(1).tolist()
+            then = torch.where(batch.mask, batch.behavior_logprobs.double(), 0.0).sum(1).tolist()
+            for name, one, other in zip(batch.episode_ids, now, then, strict=True):
+                weighed.log_ratios[name] += one - other
+        del weighed.waiting[agent]
+        if not weighed.waiting:
+            self._weighed(weighed)
+
+    def _weighed(self, weighed: _Reweighed) -> None:
+        """The recorded effective share and mean weight against the computed log-ratios; without any, all weights are 1."""
+        found, where = self.found, weighed.where
+        log_ratios = torch.tensor(list(weighed.log_ratios.values()) or [0.0], dtype=torch.float64)
+        found.ok("counts")
+        computed = {
+            "effective_share": advantages.effective_sample_share(log_ratios),
+            "mean_weight": float(advantages.reuse_weights(log_ratios)[1].mean()),
+        }
+        for name, value in computed.items():
+            said = float(weighed.update["reuse"][name])
+            found.gap("reuse", abs(said - value))
+            if not abs(said - value) <= (SHARE_EXACT if self.is_exact else SHARE_ROUNDED):
+                found.wrong("counts", "stages.jsonl", where, f"reuse.{name}", said, value)
 
     def _judge(self, trainee: Trainee, line: Record, where: str) -> _Judged | None:
         """The first half of a promoted update's divergence: the probe states, and the law of the version before."""
@@ -1343,9 +1661,8 @@ class _Audit:
         found, line = self.found, judged.update
         found.ok("divergences")
         floor = self.floors.get(trainee.agent, 0.0)
-        halvings = self.config.algorithm.line_search.halvings
-        scale = float(judged.recorded.scale)
-        gate, again = look(trainee, judged.states, judged.anchor, self.config.gate, looks=1 + halvings, scale=scale)
+        scale, looks = float(judged.recorded.scale), self.config.algorithm.looks
+        gate, again = look(trainee, judged.states, judged.anchor, self.config.gate, looks=looks, scale=scale)
         name = f"divergences/{line['index']:06d}-{trainee.agent}.parquet"
         who = f"{trainee.agent}@{line['from_version']} to @{line['candidate_version']}"
         for direction in ("kl_new_old", "kl_old_new"):
@@ -1397,6 +1714,8 @@ class _Read:
     collected: Collected
     own_tokens: int
     """Sampled tokens of the agent in scored episodes."""
+    has_signal: bool
+    """The episodes allow an update of the agent."""
 
     def replay(self, state: AgentState, line: Record) -> ReplaySums:
         """The running sums after this update; only a replay test adds to them."""
@@ -1446,14 +1765,14 @@ class _StoredBench(Bench):
         if len(episodes) != len(measurement.plays):
             raise DataError(f"{len(episodes)} episodes of '{name}', the report speaks of {len(measurement.plays)}")
         for seat in measurement.lineup.seats:
+            if seat.codec is None:
+                continue
             folder = measurement.folders[seat.agent]
             tokens = _tokens(episodes, seat.agent)
             if seat.agent in foreign:
                 self.audit.found.skip("log-probs", FOREIGN, tokens, self.file)
                 continue
-            self.audit.score_later(
-                folder.parent.name, records.version_of(folder), self.file, name, seat.agent, seat.temperature, tokens
-            )
+            self.audit.score_later(folder.parent.name, records.version_of(folder), self.file, [name], seat, tokens)
         return episodes
 
 
@@ -1461,12 +1780,25 @@ def _tokens(episodes: Sequence[Episode], agent: AgentId) -> int:
     return sum(len(turn.ids) for e in episodes for turn in e.turns if turn.agent == agent)
 
 
-def _entry(line: Record, world: World, verdict: Verdict) -> StageEntry:
+def _again(state: AgentState, number: int, retry: Retry) -> Retry:
+    """Retry `number` of an update that began in this state, with the length that was recorded of it (2.5)."""
+    lr = trust_region.retry_lr(state.lr, number)
+    ratio = lr / state.lr
+    return replace(
+        retry,
+        beta=trust_region.retry_penalty(state.beta, number),
+        lr=lr,
+        shrink_lr=ratio,
+        shrink_beta=retry.shrink_total / ratio,
+    )
+
+
+def _entry(line: Record, trainee: Trainee, verdict: Verdict) -> StageEntry:
     """What a stage keeps of an update."""
     return StageEntry(
         agent=str(line["agent"]),
         q_gate=verdict.gate.q_gate if isinstance(verdict, Accepted) else 0.0,
-        radius=world.trainees[str(line["agent"])].radius_token,
+        radius=trainee.radius_token,
         episodes=int(line["episodes"]["n"]),
         word=verdict_word(verdict),
     )

@@ -15,6 +15,7 @@ import tomli_w
 import torch
 import worlds
 from safetensors.torch import load_file, save_file
+from test_frozen import first_bit, server, with_endpoint
 
 import baton
 from baton import assemble, console, records, run
@@ -23,7 +24,21 @@ from baton.config import Config
 from baton.errors import ConfigError, RunError
 from baton.evaluate import evaluate
 from baton.records import Record
-from baton.verify import CHECKS, FOREIGN, KL_FLOOR, NOT_PROMOTED, NOT_SAMPLED, NOT_STEPPED, PRUNED, kl_tolerance
+from baton.verify import (
+    CHECKS,
+    FAILED_EPISODE,
+    FOREIGN,
+    KL_FLOOR,
+    NOT_ALLOCATED,
+    NOT_CALLED,
+    NOT_HEARD,
+    NOT_MEASURED,
+    NOT_PROMOTED,
+    NOT_SAMPLED,
+    NOT_STEPPED,
+    PRUNED,
+    kl_tolerance,
+)
 
 KEEP = "checkpoint.keep_promoted=all"
 TABLES = worlds.parity(KEEP, "algorithm.stages=4", "env.prompts=200", "agents.b.lr=5")
@@ -36,6 +51,56 @@ OTHERS = {
     "independent": worlds.parity(KEEP, "algorithm.name=independent", "env.prompts=200", agents="ab"),
     "batch mean": worlds.parity("algorithm.group=1", "algorithm.objective.baseline=batch_mean", "algorithm.stages=2", KEEP),
 }
+
+SHORT = (KEEP, "algorithm.stages=2", "env.prompts=200")
+ABC = {"agents": "abc"}
+REUSE = worlds.parity(*SHORT, "algorithm.data=reuse", "algorithm.order=static", **ABC)
+RETRIES = worlds.parity(*SHORT, "algorithm.backtrack.tries=3", "agents.b.lr=5")
+RADII = worlds.parity(*SHORT, "algorithm.radius_allocation=greedy", **ABC)
+OPTIONS = {
+    "reuse": (REUSE, set[str]()),
+    "reuse given up": (
+        worlds.parity(*SHORT, "algorithm.data=reuse", "algorithm.order=static", "algorithm.reuse.ess_floor=1.0"),
+        set[str](),
+    ),
+    "retries": (RETRIES, set[str]()),
+    "order greedy": (worlds.parity(*SHORT, "algorithm.order=greedy"), {NOT_MEASURED}),
+    "order bandit": (worlds.parity(*SHORT, "algorithm.order=bandit", "algorithm.stages=3", **ABC), set[str]()),
+    "radii greedy": (RADII, {NOT_MEASURED}),
+    "radii by gains that are not recorded": (
+        worlds.parity(*SHORT, "algorithm.radius_allocation=greedy", "algorithm.order=grad_norm"),
+        {NOT_MEASURED, NOT_ALLOCATED},
+    ),
+    "joint radii": (
+        worlds.parity(*SHORT, "algorithm.name=joint", "algorithm.radius_allocation=greedy"),
+        {NOT_MEASURED},
+    ),
+    "frozen": (worlds.parity(*SHORT, "agents.a.trainable=false", 'agents.a.lr="auto"'), set[str]()),
+    "frozen, joint": (
+        worlds.parity(*SHORT, "algorithm.name=joint", "agents.a.trainable=false", 'agents.a.lr="auto"', **ABC),
+        set[str](),
+    ),
+    "frozen model": (
+        worlds.relay(
+            KEEP,
+            "algorithm.stages=1",
+            "engine.dtype=bfloat16",
+            *("agents.first.trainable=false", 'agents.first.lr="auto"', 'agents.first.radius="preset"'),
+        ),
+        set[str](),
+    ),
+    "adapters": (worlds.adapters(KEEP, "algorithm.stages=1"), set[str]()),
+    "adapters in bf16": (worlds.adapters(KEEP, "algorithm.stages=1", "engine.dtype=bfloat16"), set[str]()),
+    "an adapter and a model": (
+        worlds.relay(KEEP, "algorithm.stages=1", "agents.1.adapter=lora", "agents.1.lr=0.03"),
+        set[str](),
+    ),
+    "nobody calls": (
+        worlds.router(*SHORT, "agents.r.model='table:01'", "agents.r.max_new_tokens=1", "algorithm.min_informative=1"),
+        {NOT_CALLED},
+    ),
+}
+"""Config and what of it cannot be checked."""
 
 EXPECTED = {
     NOT_STEPPED,
@@ -150,6 +215,99 @@ def test_an_honest_run_holds_and_nothing_unexpected_goes_unchecked(name: str, ma
     assert checked["verdicts"] == len(updates) and checked["divergences"] == len(promoted)
     assert checked["gate"] == sum(len(u["looks"]) for u in updates)
     assert report["largest_gaps"]["divergences"] == 0.0, "the same machine and threads give the same bits"
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_honest_run_of_every_kind_holds(name: str, made: Callable[[Config], Path]) -> None:
+    settings, expected = OPTIONS[name]
+    path = made(settings)
+    updates = run.Run(path).updates
+    used = {
+        "reuse": any(u["reuse"]["changed"] and not u["reuse"]["is_resampled"] for u in updates if u["reuse"]),
+        "reuse given up": any(u["reuse"]["is_resampled"] for u in updates if u["reuse"]),
+        "retries": any(u["word"] != "rejected" and u["verdict"]["gate"]["attempt"] for u in updates),
+    }
+    assert used.get(name, True), "the run does what it is here for"
+    assert name == "nobody calls" or any(u["to_version"] is not None for u in updates)
+    report = baton.verify(path)
+    assert report["faults"] == []
+    assert {one["reason"] for one in report["not_checked"]} <= EXPECTED | expected
+    assert {one["reason"] for one in report["not_checked"]} >= expected
+    checked = {check["check"]: check["checked"] for check in report["checks"]}
+    assert checked["verdicts"] == len(updates) and checked["gate"] == sum(len(u["looks"]) for u in updates)
+    assert checked["divergences"] == sum(u["to_version"] is not None for u in updates)
+    assert report["largest_gaps"].get("divergences", 0.0) == 0.0
+
+
+@pytest.mark.parametrize("name", ["debate", "router"])
+def test_an_honest_run_of_a_shipped_example_holds(name: str, tmp_path: Path) -> None:
+    """Also where an agent was not asked often enough to be updated."""
+    config = Path(__file__).parents[2] / "configs" / f"{name}.toml"
+    short = [KEEP, "algorithm.stages=3", "algorithm.episodes=32", "gate.probe_prompts=16", "env.prompts=300"]
+    path = run.train(config, run=tmp_path / "run", overrides=short).path
+    evaluate(path, episodes=16)
+    if name == "router":
+        details = {u["verdict"].get("detail", "") for u in run.Run(path).updates}
+        assert any("acted" in detail for detail in details)
+    report = baton.verify(path)
+    assert report["faults"] == [] and {one["reason"] for one in report["not_checked"]} <= EXPECTED
+
+
+def test_a_rule_of_the_users_runs_only_where_it_was_read_and_its_failures_are_repeated(tmp_path: Path) -> None:
+    rule = (
+        "def route(task, turns, names):\n"
+        "    if len(turns) == 1 and task.id.endswith('3'):\n"
+        "        raise KeyError('no')\n"
+        "    return len(turns) if len(turns) < 2 else None\n"
+    )
+    (tmp_path / "verified_rules.py").write_text(rule)
+    tree = worlds.tree() | {"protocol": {"name": "router", "rule": "verified_rules:route"}}
+    (tmp_path / "c.toml").write_text(tomli_w.dumps(tree))
+    path = run.train(tmp_path / "c.toml", run=tmp_path / "run", overrides=[KEEP, "algorithm.stages=1"]).path
+    with pytest.raises(ConfigError, match=r"protocol.rule 'verified_rules:route' is code.*--root DIR"):
+        baton.verify(path)
+    report = baton.verify(path, root=tmp_path)
+    assert report["faults"] == [] and FAILED_EPISODE not in {one["reason"] for one in report["not_checked"]}
+    file = run.Run(path).updates[0]["episodes_file"]
+    rows = records.read_episodes(path / file)
+    failed = next(n for n, row in enumerate(rows) if row["reason"].startswith("rule: "))
+    change_rows(path, file, lambda rows: rows[failed].update(reason="rule: another"))
+    found = [f"{f['check']}: {console.fault_line(f)}" for f in baton.verify(path, root=tmp_path)["faults"]]
+    assert named(found, "episodes", file, f"row {failed + 1}", "failure")
+
+
+def test_what_a_teammate_behind_an_endpoint_said_is_taken_as_it_is_and_its_server_is_not_asked(tmp_path: Path) -> None:
+    with server(first_bit) as (url, _):
+        settings = with_endpoint(url, KEEP, "algorithm.stages=2")
+        path = run.train(settings, run=tmp_path / "run").path
+        evaluate(path, episodes=16)
+    report = baton.verify(path)
+    assert report["faults"] == []
+    assert {one["reason"] for one in report["not_checked"]} == EXPECTED | {NOT_HEARD}
+    file = run.Run(path).updates[0]["episodes_file"]
+    change_rows(path, file, lambda rows: rows[0]["turns"][0].update(text="another"))
+    assert named(faults(path), "episodes", file, "row 1", "turn 2: the prompt is not what 'b' is shown")
+
+
+def test_a_stage_that_shares_its_episodes_and_ended_early_is_scored_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append = records.append_record
+
+    def dying(path: Path, record: Record) -> None:
+        append(path, record)
+        if record["kind"] == "update":
+            raise _Died
+
+    with monkeypatch.context() as patch:
+        patch.setattr(records, "append_record", dying)
+        with pytest.raises(_Died):
+            run.train(REUSE, run=tmp_path / "run")
+    files = (tmp_path / "run" / "episodes").glob("*.parquet")
+    turns = [t for file in files for row in records.read_episodes(file) for t in row["turns"]]
+    report = baton.verify(tmp_path / "run")
+    checked = {check["check"]: check["checked"] for check in report["checks"]}
+    assert report["faults"] == [] and checked["log-probs"] == sum(len(t["ids"]) for t in turns)
 
 
 def test_every_token_of_every_episode_is_scored_again(made: Callable[[Config], Path]) -> None:
@@ -663,6 +821,106 @@ def test_a_vote_that_was_counted_another_way(copy: Callable[[Config], Path]) -> 
 
     change_rows(path, file, turn_around)
     assert named(faults(path), "episodes", file, "answer")
+
+
+def test_the_radii_that_a_stage_gave(copy: Callable[[Config], Path]) -> None:
+    """Also where the looks were mended to fit."""
+    path = copy(RADII)
+    update = run.Run(path).updates[0]
+
+    def wider(line: Record) -> None:
+        line["position"]["stage"]["radii"][line["agent"]] *= 2
+
+    change_update(path, update["index"], wider)
+    assert named(faults(path), "sequence", f"position.stage.radii.{update['agent']}")
+    change_update(path, 0, lambda line: [gate.update(radius_token=gate["radius_token"] * 2) for gate in line["looks"]])
+    assert named(faults(path), "gate", "look 1 (scale 1).radius_token")
+
+
+def test_an_order_that_does_not_follow_from_its_gains(copy: Callable[[Config], Path]) -> None:
+    path = copy(OPTIONS["order greedy"][0])
+    order = run.Run(path).updates[0]["position"]["stage"]["order"]
+    change_update(path, 0, lambda line: line["position"]["stage"]["gains"].update({order[0]: 0.0}))
+    found = faults(path)
+    assert named(found, "sequence", "position.stage.order.0") and named(found, "sequence", "whose turn.agent")
+
+
+def test_the_episodes_of_an_order(copy: Callable[[Config], Path]) -> None:
+    path = copy(OPTIONS["order greedy"][0])
+    file = run.Run(path).updates[0]["episodes_file"]
+    first = next(n for n, r in enumerate(records.read_episodes(path / file)) if r["use"] == "order")
+    change_rows(path, file, lambda rows: rows[first].update(reward=1.0 - rows[first]["reward"]))
+    assert named(faults(path), "rewards", file, f"row {first + 1}")
+    change_rows(path, file, lambda rows: rows.pop(first))
+    assert named(faults(path), "episodes", file, "order, draw 1 episodes", "recorded 63, recomputed 64")
+
+
+def test_what_a_bandit_remembers(copy: Callable[[Config], Path]) -> None:
+    path = copy(OPTIONS["order bandit"][0])
+    updates = run.Run(path).updates
+    agent = updates[3]["agent"]
+    change_update(path, 4, lambda line: line["position"]["agents"][agent].update(gain=0.9))
+    assert named(faults(path), "sequence", f"position.agents.{agent}.gain", "recorded 0.9")
+
+
+def retried(path: Path) -> Record:
+    return next(u for u in run.Run(path).updates if u["word"] != "rejected" and u["verdict"]["gate"]["attempt"])
+
+
+@pytest.mark.parametrize("name", ["lr", "beta", "shrink_lr", "shrink_beta"])
+def test_what_a_retry_was_trained_with(name: str, copy: Callable[[Config], Path]) -> None:
+    path = copy(RETRIES)
+    change_update(path, retried(path)["index"], lambda line: line["retries"][0].update({name: line["retries"][0][name] * 2}))
+    assert named(faults(path), "verdicts", f"retries.0.{name}")
+
+
+def test_a_retry_that_was_left_out_or_is_of_another_length(copy: Callable[[Config], Path]) -> None:
+    path = copy(RETRIES)
+    update = retried(path)
+    n = len(update["retries"])
+    change_update(path, update["index"], lambda line: line["retries"][-1].update(shrink_total=0.9))
+    assert named(faults(path), "verdicts", f"scales of the looks.{n}", "recomputed 0.9")
+    change_update(path, update["index"], lambda line: line["retries"].clear())
+    assert named(faults(path), "verdicts", "number of retries", "recorded 0")
+
+
+@pytest.mark.parametrize("name", ["effective_share", "mean_weight"])
+def test_a_share_of_reused_episodes(name: str, copy: Callable[[Config], Path]) -> None:
+    path = copy(REUSE)
+    update = next(u for u in run.Run(path).updates if u["reuse"]["changed"])
+    change_update(path, update["index"], lambda line: line["reuse"].update({name: line["reuse"][name] - 0.01}))
+    assert named(faults(path), "counts", f"reuse.{name}")
+
+
+def test_who_had_changed_when_episodes_were_reused(copy: Callable[[Config], Path]) -> None:
+    path = copy(REUSE)
+    update = next(u for u in run.Run(path).updates if u["reuse"]["changed"])
+    change_update(path, update["index"], lambda line: line["reuse"]["changed"].clear())
+    assert named(faults(path), "counts", "reuse.changed")
+    change_update(path, update["index"], lambda line: line["reuse"].update(is_resampled=True))
+    found = faults(path)
+    assert named(found, "counts", "reuse.is_resampled") and named(found, "episodes", "train, draw 1")
+
+
+def test_a_tensor_of_an_adapter_and_of_a_frozen_model(copy: Callable[[Config], Path], tmp_path: Path) -> None:
+    for settings, file, name in (
+        (OPTIONS["adapters"][0], "state/first/v00001/adapter_model.safetensors", "first@1"),
+        (OPTIONS["frozen model"][0], "state/first/v00000/model.safetensors", "first@0"),
+    ):
+        path = copy(settings)
+        tensors = load_file(path / file)
+        next(iter(tensors.values())).view(-1)[0] += 0.25
+        save_file(tensors, path / file, metadata={"format": "pt"})
+        assert named(faults(path), "weights", f"the tensors of {name}", "fingerprint")
+        shutil.rmtree(path)
+
+
+def test_an_adapter_whose_base_is_not_here_names_the_remedy(copy: Callable[[Config], Path], tmp_path: Path) -> None:
+    path = copy(OPTIONS["adapters"][0])
+    file = path / "state/first/v00000/adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": str(tmp_path / "gone")}))
+    with pytest.raises(ConfigError, match=r"is an adapter of .*gone, which cannot be used"):
+        baton.verify(path)
 
 
 # ---- damage ----------------------------------------------------------------------------------------------------
