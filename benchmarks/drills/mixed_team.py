@@ -82,7 +82,7 @@ def main() -> int:
         print(f"killed after {at} of {2 * stages} agent updates; resuming", flush=True)
         resumed = subprocess.run([*words, "--resume"], check=False).returncode
         done = run.open_run(folder)
-        report = evaluate.evaluate(folder, baselines=False)
+        report = evaluate(folder, baselines=False)
         begun = Counter((line["agent"], line["version"]) for line in done.records("begin"))
         twice = sum(n - 1 for n in begun.values())
         remote = {row["agent"] for row in done.updates}
