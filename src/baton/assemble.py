@@ -84,7 +84,7 @@ class Crew(Protocol):
         ...
 
     def load(self, folder: Path) -> Weights:
-        """The same as weights."""
+        """The same as weights, in the dtype that is served."""
         ...
 
 
@@ -139,7 +139,11 @@ class LocalCrew:
         copy_model(self.folders[agent], folder)
 
     def load(self, folder: Path) -> Weights:
-        return weights_of(self.stored(folder))
+        tensors = self.stored(folder)
+        if not adapters.is_adapter(folder) and models.describe(folder).dtype != self.serve_dtype:
+            # A frozen agent is kept as it came.
+            tensors = {name: tensor.to(self.serve_dtype) for name, tensor in tensors.items()}
+        return weights_of(tensors)
 
 
 class TableCrew:
@@ -287,7 +291,8 @@ class Plan:
     def total_parameters(self) -> int:
         """Of the whole team; a base that adapters share counts once."""
         shared = {self.bases[a.name]: self.parameters[a.name] for a in self.config.agents if a.lora}
-        return sum(shared.values()) + sum(self.parameters[a.name] for a in self.config.agents if not a.lora)
+        whole = (a.name for a in self.config.agents if not a.lora and a.name in self.parameters)
+        return sum(shared.values()) + sum(self.parameters[name] for name in whole)
 
     def lr(self, agent: AgentOptions) -> float:
         """The agent's configured learning rate, or its size's."""
