@@ -84,7 +84,7 @@ class Crew(Protocol):
         ...
 
     def load(self, folder: Path) -> Weights:
-        """The same as weights."""
+        """The same as weights, in the dtype that is served."""
         ...
 
 
@@ -139,7 +139,11 @@ class LocalCrew:
         copy_model(self.folders[agent], folder)
 
     def load(self, folder: Path) -> Weights:
-        return weights_of(self.stored(folder))
+        tensors = self.stored(folder)
+        if not adapters.is_adapter(folder) and models.describe(folder).dtype != self.serve_dtype:
+            # A frozen agent is kept as it came.
+            tensors = {name: tensor.to(self.serve_dtype) for name, tensor in tensors.items()}
+        return weights_of(tensors)
 
 
 class TableCrew:

@@ -1004,7 +1004,7 @@ class _Audit:
         return read
 
     def _ordering(self, line: Record, file: str, rows: Sequence[Record], before: Position, first: int) -> Sequence[Episode]:
-        """The episodes that a stage's order or radii were measured on: of the team of its start, beside the first update's."""
+        """What a stage's order or radii were measured on: episodes of the team of its start, beside its first update's."""
         options, stage = self.config.algorithm, int(line["stage"])
         if before.entries or not options.is_measured:
             if rows:
