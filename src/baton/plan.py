@@ -33,7 +33,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -342,8 +342,8 @@ def _notes(prepared: Prepared, update: Rehearsal) -> list[str]:
     for agent in config.agents:
         if agent.is_remote:
             notes.append(
-                f"'{agent.name}' answers from an endpoint: as if with {agent.max_new_tokens} words; its time, memory and tokens "
-                "are not counted"
+                f"'{agent.name}' answers from an endpoint: as if with {agent.max_new_tokens} words; its time, memory and "
+                "tokens are not counted"
             )
     for name, count in update.too_long.items():
         notes.append(
@@ -767,15 +767,17 @@ def traced(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     live = _Live()
-    with models.quiet(), torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True):
-        base = adapters.base_of(folder) if adapters.is_adapter(folder) else folder
+    base = adapters.base_of(folder) if adapters.is_adapter(folder) else folder
+    adapter: adapters.Adapter | None = None  # held, or it leaves the base again
+    with models.quiet(), torch.random.fork_rng(devices=[]), torch.device("meta"):
         settings = cast(Any, AutoConfig).from_pretrained(base, local_files_only=True)
         model = cast(Any, AutoModelForCausalLM).from_config(settings, dtype=dtype, attn_implementation="sdpa").eval()
-        adapter: adapters.Adapter | None = None  # held, or it leaves the base again
         if base != folder:
             shared = adapters.Shared(model)
             adapter = shared.add(folder, is_trained=states > 0)
             shared.activate(adapter)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        _without_storage(model)
         ids = torch.zeros(rows, max(1, width - 1) if states else width, dtype=torch.long)
         head = model.get_output_embeddings().weight
         with live, torch.set_grad_enabled(states > 0):
@@ -794,6 +796,19 @@ def traced(
             del logits
             loss.backward()
     return live.peak
+
+
+def _without_storage(model: Any) -> None:
+    """Give a module on the device `meta`, inside a mode of fake tensors, tensors that say they are on the CPU."""
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None and id(tensor) not in made:
+                    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    made[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
+                held[name] = None if tensor is None else made[id(tensor)]
 
 
 def _process_bytes(prepared: Prepared) -> int:
