@@ -891,11 +891,11 @@ def _blocks(size: int) -> int:
 
 
 def _version_bytes(m: _Member) -> int:
-    """A version's folder: weights as served (of an adapter its own) beside copies of tokenizer, template and configs; of an
-    agent that nobody trained the files that it came with."""
+    """A version's folder: weights as served beside copies of tokenizer, template and configs. Of an adapter, and of an agent
+    that nobody trained, it is as large as the folder that it came in."""
     if not m.layers:
         return _blocks(m.served if m.is_trained else 0) + BLOCK
-    if not m.learns:
+    if m.lora or not m.learns:
         files = [f for f in m.folder.iterdir() if f.is_file() and not f.name.startswith(".")]
         return sum(_blocks(f.stat().st_size) for f in files) + BLOCK
     copied = [f for f in m.folder.iterdir() if f.suffix in {".json", ".jinja", ".txt", ".model"}]
