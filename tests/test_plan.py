@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from baton import assemble, plan, records, run
+from baton import assemble, config, console, plan, records, run
+from baton.algorithms.options import SatOptions
 from baton.cli import main
 from baton.config import Config
 from baton.core import divergence, trust_region
-from baton.engines import models
+from baton.engines import adapters as engine_adapters
+from baton.engines import local, models, table
+from baton.engines.adapters import LoraOptions
+from baton.engines.endpoint import Endpoint
 from baton.errors import ConfigError
-from e2e.worlds import parity, relay
+from e2e.worlds import adapters, parity, relay, router, tree
 
 WIDE = [
     *(f"agents.{n}.radius={{token=50.0, message_mean=50.0}}" for n in (0, 1)),
@@ -130,33 +135,107 @@ def test_more_tokens_and_a_backward_hold_more(cache: None) -> None:
     assert read < many / 3
 
 
-def member(name: str, *, item: int) -> plan._Member:
-    shape: dict[str, Any] = {"layers": 2, "width": 8, "vocabulary": 16, "kv_per_token": 4}
-    return plan._Member(
-        agent=name, folder=Path(), parameters=1000, served=item * 1000, compute="float32", item=item, **shape
-    )
+def member(name: str, *, item: int = 2, **more: Any) -> plan._Member:
+    shape: dict[str, Any] = {"layers": 2, "width": 8, "vocabulary": 16, "kv_per_token": 4, "lora": None, "leaves": False}
+    shape |= {"is_trained": True, "learns": True, "whole": 1000, "parameters": 1000, "served": item * 1000, **more}
+    return plan._Member(agent=name, folder=Path(name), base=Path(), device="cpu", compute="float32", item=item, **shape)
 
 
-WORK = {"process": 1, "anchors": 2, "activations": 3, "laws": 5, "decoding": 7, "kv": 11}
+WORK = {"process": 1, "anchors": 2, "activations": 3, "laws": 5, "decoding": 7, "kv": 11, "scores": 13}
+ONE_LOOK: dict[str, Any] = {"line_search": {"halvings": 0}}
 
 
-def held(terms: list[plan.Term], phase: plan.Phase) -> int:
+def held(team: list[plan._Member], phase: plan.Phase, moved: str = "", **options: Any) -> int:
+    """Bytes while the first of the team is updated and the agents named by a letter each have been before."""
+    terms = plan.memory_terms(team, team[0], frozenset(moved), options=SatOptions(**{**ONE_LOOK, **options}), work=WORK)
     return sum(t.bytes for t in terms if phase in t.phases)
 
 
 @pytest.mark.parametrize(("item", "own"), [(4, 4 + 4), (2, 2 + 4 + 2)])
 def test_memory_of_a_parameter_is_counted_by_phase(item: int, own: int) -> None:
     team = [member("a", item=item), member("b", item=item)]
-    terms = plan.memory_terms(team, team[0], frozenset(), has_start=False, work=WORK)
     standing = 1 + 2 * own * 1000
-    assert held(terms, "sample") == standing + 7 + 11
+    assert held(team, "sample") == standing + 7 + 11
     # Before the first acceptance: gradient, new moments, a snapshot without moments.
-    assert held(terms, "step") == standing + (4 + 8 + 4) * 1000 + 2 + 3
-    assert held(terms, "commit") == standing + (8 + 4 + 12 + 12 + item + item) * 1000 + 2
-    later = plan.memory_terms(team, team[0], frozenset({"a", "b"}), has_start=False, work=WORK)
-    assert held(later, "sample") - held(terms, "sample") == 2 * (8 + item) * 1000
-    with_start = plan.memory_terms(team, team[0], frozenset(), has_start=True, work=WORK)
-    assert held(with_start, "gate") - held(terms, "gate") == 2 * item * 1000
+    assert held(team, "step") == standing + (4 + 8 + 4) * 1000 + 2 + 3
+    assert held(team, "gate") == standing + (8 + 4) * 1000 + 2 + 5
+    # What is written is lent, what is published is a copy in a slot of its own.
+    assert held(team, "commit") == standing + (8 + 4 + item + item) * 1000 + 2
+    assert held(team, "sample", "ab") - held(team, "sample") == 2 * (8 + item) * 1000
+    # Later: the snapshot has moments too, nothing is new.
+    assert held(team, "step", "ab") == standing + 2 * (8 + item) * 1000 + (4 + 12) * 1000 + 2 + 3
+    start = {"name": "independent"}
+    assert held(team, "gate", **start) - held(team, "gate") == 2 * item * 1000
+
+
+def test_a_line_search_holds_the_whole_step_and_compares_its_largest_tensor_in_fp64() -> None:
+    team = [member("a")]
+    halvings: dict[str, Any] = {"line_search": {"halvings": 1}}
+    assert held(team, "gate", **halvings) - held(team, "gate") == 4 * 1000 + 20 * 8 * 16
+    assert held(team, "commit", **halvings) - held(team, "commit") == 4 * 1000
+    assert held(team, "step", **halvings) == held(team, "step")
+    tries: dict[str, Any] = {"backtrack": {"tries": 2}}
+    # The first candidate is kept while the agent is trained again, and each retry is measured against the start.
+    assert held(team, "step", **tries) - held(team, "step") == 4 * 1000
+    assert held(team, "gate", **tries) - held(team, "gate") == 2 * 4 * 1000 + 20 * 8 * 16
+
+
+def test_learners_that_rest_hold_nothing_but_their_promoted_slot() -> None:
+    big = 10**8
+    own: dict[str, Any] = {"parameters": big, "whole": big, "served": 2 * big, "leaves": True}
+    team = [member(name, **own) for name in "abc"]
+    for moved in ("", "abc"):
+        assert held(team, "sample", moved) == 1 + 3 * 2 * big + 7 + 11
+        # Masters, copy, moments and gradient of one; what it goes back to is on disk.
+        assert held(team, "step", moved) == 1 + 3 * 2 * big + (4 + 2 + 8 + 4) * big + 2 + 3
+        # The candidate's slot was emptied and is filled again.
+        assert held(team, "commit", moved) == 1 + 3 * 2 * big + (4 + 2 + 8 + 2 + 2) * big + 2
+    # Shared episodes are played while whoever was updated last is still awake.
+    assert held(team, "sample", "a", name="joint") - held(team, "sample", "a") == (4 + 2 + 8) * big
+    assert held(team, "sample", name="joint") == held(team, "sample")
+    # A measured order wakes everybody.
+    assert held(team, "order", "ab", order="greedy") == 1 + 3 * 2 * big + (3 * (4 + 2) + 2 * 8) * big + 7 + 11 + 13
+
+
+def test_a_small_learner_that_rests_reads_its_state_whole() -> None:
+    team = [member("a", leaves=True)]
+    keeps = [member("a")]
+    assert held(team, "step") - held(keeps, "step") == 0
+    assert held(team, "step", "a") == held(keeps, "step", "a") - 2 * 1000, "but its stale candidate is gone"
+
+
+def test_adapters_share_one_base_and_hold_their_own_numbers_alone() -> None:
+    own: dict[str, Any] = {"lora": LoraOptions(), "parameters": 10, "served": 40}
+    one, three = [member("a", **own)], [member(name, **own) for name in "abc"]
+    assert held(one, "sample") == 1 + 2 * 1000 + 10 * (4 + 4) + 7 + 11
+    assert held(three, "sample") - held(one, "sample") == 2 * 10 * (4 + 4)
+    assert held(one, "step") == 1 + 2 * 1000 + 10 * (4 + 4 + 4 + 8 + 4) + 2 + 3
+    elsewhere = [*one, replace(three[1], device="cuda:0")]
+    assert held(elsewhere, "sample") - held(one, "sample") == 2 * 1000 + 10 * (4 + 4)
+    # Published again, an adapter gets new tensors beside its old candidate.
+    assert held(one, "commit", "a") - held(one, "gate", "a") == 10 * (4 + 4) - 5
+
+
+def test_a_frozen_teammate_holds_its_promoted_slot_alone() -> None:
+    team = [member("a"), member("b", is_trained=False, learns=False)]
+    for phase in plan.PHASES:
+        assert held(team, phase, "a") - held(team[:1], phase, "a") == 2 * 1000
+
+
+def test_an_adapter_traced_without_weights_holds_what_itself_on_its_base_holds(cache: None) -> None:
+    prepared = _prepared(adapters())
+    (m, _) = plan.members(prepared, plan.rehearsed(prepared))
+    assert 0 < m.parameters < m.whole == 65_104 and m.base == prepared.bases["first"] != m.folder
+    rows, width, states = 16, 40, 16
+    shape: dict[str, Any] = {"rows": rows, "width": width, "states": states, "compute": "float32", "kl": False}
+    claimed = plan.traced(m.folder, **shape)
+    net = local.Bases().adapted(m.folder, dtype=torch.float32, device=torch.device("cpu"), is_trained=True)
+    live = plan._Live()
+    with live:
+        hidden = net.hidden(torch.zeros(rows, width - 1, dtype=torch.long))
+        chosen = hidden.flatten(0, 1).index_select(0, torch.zeros(states, dtype=torch.long))
+        net.law(chosen, temperature=1.0).gather(1, torch.zeros(states, 1, dtype=torch.long)).sum().backward()
+    assert live.peak == pytest.approx(claimed, rel=0.05)
 
 
 def test_the_peak_is_the_largest_phase_and_the_sum_of_what_is_named(planned: Any) -> None:
@@ -181,10 +260,9 @@ def test_layers_that_were_not_timed_take_what_the_timed_ones_took_each() -> None
 
 
 def test_a_cut_down_model_keeps_the_width_and_runs_in_the_engine(cache: None, tmp_path: Path) -> None:
-    config = relay()
-    prepared = _prepared(config)
+    prepared = _prepared(relay())
     update = plan.rehearsed(prepared)
-    m = plan._Member.of(prepared, prepared.seats[0], update)
+    m = plan.members(prepared, update)[0]
     before = torch.random.get_rng_state()
     folder = plan._cut_down(m, 1, tmp_path / "one")
     assert torch.equal(before, torch.random.get_rng_state())
@@ -218,6 +296,134 @@ def test_a_longer_message_is_a_longer_prompt_for_the_next_seat(cache: None) -> N
         return max(len(t.prompt_ids) for e in update.train for t in e.turns if t.seat == 1)
 
     assert prompt(6) - prompt(1) == 5
+
+
+# ---- who speaks, and who is trained -----------------------------------------------------------------------------
+
+
+def speakers(settings: Config) -> list[tuple[str, ...]]:
+    update = plan.rehearsed(_prepared(settings))
+    return [tuple(t.agent for t in e.turns) for e in update.train]
+
+
+def test_where_messages_decide_who_is_next_everybody_speaks_in_turn_and_the_plan_says_so(cache: None) -> None:
+    settings = router("protocol.max_turns=2")
+    assert set(speakers(settings)) == {("r", "x", "y", "r", "x", "y")}
+    (note,) = plan._notes(_prepared(settings), plan.rehearsed(_prepared(settings)))
+    assert "router" in note and "2 times" in note
+    assert plan._notes(_prepared(parity()), plan.rehearsed(_prepared(parity()))) == []
+
+
+def debate(*overrides: str) -> Config:
+    return config.parse({**tree("abc"), "protocol": {"name": "debate", "rounds": 2}}, overrides)
+
+
+def test_a_debates_probe_is_heard_to_the_end_of_the_round_of_an_agents_last_turn(cache: None) -> None:
+    update = plan.rehearsed(_prepared(debate()))
+    assert {len(e.turns) for e in (*update.train, *update.probe)} == {6}
+    assert {name: {len(e.turns) for e in heard} for name, heard in update.probe_until.items()} == {
+        name: {6} for name in "abc"
+    }
+    # Each of its turns is told apart from its other ones, and trained on.
+    assert all(batch.batch.n_act == 2 * 32 for batch in update.batches.values())
+
+
+def test_a_chains_probe_is_heard_to_an_agents_last_turn(cache: None) -> None:
+    update = plan.rehearsed(_prepared(parity("protocol.rounds=2", "protocol.sees=all")))
+    assert {name: {len(e.turns) for e in heard} for name, heard in update.probe_until.items()} == {"a": {3}, "b": {4}}
+
+
+def test_a_rotating_chain_is_rehearsed_from_every_seat(cache: None) -> None:
+    assert {said[0] for said in speakers(parity("protocol.rotate=true"))} == {"a", "b"}
+
+
+def test_episodes_that_a_stage_reuses_are_played_once_and_trained_on_by_all(cache: None) -> None:
+    fresh, reused = parity(), parity("algorithm.data=reuse")
+    update = plan.rehearsed(_prepared(reused))
+    assert len(update.train) == 2 * 32 and {b.batch.n_rows for b in update.batches.values()} == {64}
+    tokens, other = update.tokens(reused)["stage"], plan.rehearsed(_prepared(fresh)).tokens(fresh)["stage"]
+    assert tokens == other == {"train": 2 * 32 * 2, "probe": 16 * (1 + 2)}
+    assert any("played once" in note for note in plan._notes(_prepared(reused), update))
+
+
+def test_what_a_measured_order_takes_is_counted_once_a_stage(cache: None) -> None:
+    usual, measured = plan.plan(parity(), root=Path()), plan.plan(parity("algorithm.order=greedy"), root=Path())
+    assert measured["tokens"]["stage"]["order"] == 64 * 2 and "order" not in usual["tokens"]["stage"]
+    assert measured["time"]["stage"]["order"] > 0 and "order" not in usual["time"]["stage"]
+    assert "order" in measured["memory"]["phases"] and "order" not in usual["memory"]["phases"]
+    assert measured["disk"]["kept"]["logs"] > usual["disk"]["kept"]["logs"] + 2 * 4096
+
+
+def test_retries_are_said_to_be_left_out(cache: None) -> None:
+    settings = parity("algorithm.backtrack.tries=3")
+    (note,) = plan._notes(_prepared(settings), plan.rehearsed(_prepared(settings)))
+    assert "3 times" in note
+
+
+def check_files(made: run.Run, report: Any) -> None:
+    """Every version and every training state of the run takes what the plan says."""
+    for agent, files in made.files.items():
+        said = report["disk"]["weights_of_a_version"][agent]
+        assert occupied(made.path / files["weights"]) == pytest.approx(said - 4096, rel=0.02)
+        if files["training"]:
+            size = (made.path / files["training"]).stat().st_size  # with a header that only files this small are told by
+            assert size == pytest.approx(report["disk"]["training_state"][agent], rel=0.15)
+
+
+def test_a_frozen_teammate_is_played_with_and_never_updated(cache: None, tmp_path: Path) -> None:
+    settings = relay("agents.first.trainable=false", "agents.first.lr=auto", "agents.first.radius=preset", *WIDE[1:])
+    report: Any = plan.plan(settings, root=Path())
+    made = run.train(settings, run=tmp_path / "run")
+    assert [a["kind"] for a in report["agents"]] == ["frozen", "trained"]
+    assert set(report["time"]["update"]) == set(report["disk"]["training_state"]) == {"second"}
+    assert report["tokens"]["stage"]["train"] == 32 * 2, "one update a stage, and both speak"
+    check_files(made, report)
+    assert not made.files["first"]["training"] and made.files["second"]["training"]
+    assert [row["agent"] for row in report["speed_limit"]["agents"]] == ["second"]
+
+
+def test_an_endpoint_says_words_that_nobody_trains_on(cache: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Endpoint, "check", lambda self: None)
+    own = tree("ab")
+    own["agents"][0] = {"name": "a", "model": "endpoint:http://127.0.0.1:9/v1", "trainable": False, "system": ""}
+    settings = config.parse(own, ["agents.a.max_new_tokens=5"])
+    report: Any = plan.plan(settings, root=Path())
+    update = plan.rehearsed(_prepared(settings))
+    assert all(len(e.turns[0].text.split()) == 5 and not e.turns[0].ids for e in update.train)
+    assert list(report["episodes"]) == list(report["time"]["update"]) == ["b"]
+    assert report["agents"][0] == {"agent": "a", "kind": "endpoint", "max_new_tokens": 5}
+    assert "'a' answers from an endpoint: as if with 5 words" in report["notes"][0]
+    assert "endpoint" in "\n".join(console.plan_lines(report))
+
+
+def test_prompts_that_outgrow_a_context_are_warned_about(cache: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "CONTEXT_LENGTH", 100)
+    settings = debate(*(f"agents.{name}.max_new_tokens=20" for name in "abc"))
+    update = plan.rehearsed(_prepared(settings))
+    assert set(update.too_long) == set("abc")
+    assert max(len(t.prompt_ids) + 20 for e in update.train for t in e.turns) == 100
+    assert "context" in plan._notes(_prepared(settings), update)[0]
+
+
+def test_a_plan_of_adapters_is_what_their_run_leaves(cache: None, tmp_path: Path) -> None:
+    settings = adapters(*WIDE)
+    report: Any = plan.plan(settings, root=Path())
+    made = run.train(settings, run=tmp_path / "run")
+    check_files(made, report)
+    assert made.files["first"]["training"]
+    assert report["memory"]["terms"]["bases that adapters share"] == 4 * 65_104
+    assert report["agents"][0]["base_parameters"] == 65_104 > report["agents"][0]["parameters"] * 2
+
+
+def test_a_cut_down_adapter_lies_on_a_cut_down_base_and_wakes_in_the_engine(cache: None, tmp_path: Path) -> None:
+    prepared = _prepared(adapters("engine.resting=disk", "algorithm.order=greedy"))
+    update = plan.rehearsed(prepared)
+    m = plan.members(prepared, update)[0]
+    assert m.leaves
+    folder = plan._cut_down(m, 1, tmp_path / "one")
+    assert models.read_config(engine_adapters.base_of(folder))["num_hidden_layers"] == 1
+    seconds = run.complete(plan._timed_update(prepared, m, folder, update, tmp_path))
+    assert set(seconds) == {"request", "score", *plan.PARTS[1:]} and all(value > 0 for value in seconds.values())
 
 
 # ---- the speed limit -------------------------------------------------------------------------------------------

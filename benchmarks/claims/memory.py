@@ -56,19 +56,25 @@ def tree(adapter: str, agents: int, *, seed: int, quick: bool) -> dict[str, Any]
     }
 
 
+def write(root: Path, adapter: str, agents: int, *, seed: int, quick: bool) -> Path:
+    """The config file of an arm, with its reward and its questions beside it."""
+    from baton.config import parse
+
+    (root / "reward.py").write_text(REWARD)
+    rows = [{"question": f"What is {a} plus {b}?", "answer": str(a + b)} for a in range(30) for b in range(30)]
+    (root / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (root / "arm.toml").write_text(parse(tree(adapter, agents, seed=seed, quick=quick)).to_toml())
+    return root / "arm.toml"
+
+
 def arm(name: str, seed: int, quick: bool) -> dict[str, Any]:
     """Train one arm in this process and measure it."""
     import baton
-    from baton.config import parse
 
     adapter, agents = ARMS[name]
     with tempfile.TemporaryDirectory(prefix="baton-memory-") as folder:
         root = Path(folder)
-        (root / "reward.py").write_text(REWARD)
-        rows = [{"question": f"What is {a} plus {b}?", "answer": str(a + b)} for a in range(30) for b in range(30)]
-        (root / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        (root / "arm.toml").write_text(parse(tree(adapter, agents, seed=seed, quick=quick)).to_toml())
-        run = baton.train(root / "arm.toml", run=root / "run")
+        run = baton.train(write(root, adapter, agents, seed=seed, quick=quick), run=root / "run")
         words = [update["word"] for update in run.updates]
         steps = [len(update["steps"]) for update in run.updates]
         seconds = sum(update["seconds"]["total"] for update in run.updates)

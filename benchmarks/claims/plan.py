@@ -1,9 +1,12 @@
-"""What `baton plan` says beside what the run then shows: `python benchmarks/claims/plan.py` (--seed N, --quick).
+"""What `baton plan` says beside what the run then shows.
 
-Plans and then trains, each in a process of its own: configs/quickstart.toml cut to a few stages, and configs/smollm2.toml
-cut to one stage. Compares the peak of resident memory (ru_maxrss), the disk space of the run directory, and the time of a
-stage. Ends with one JSON line. Exit 0 only if memory and disk are within 15 %; time is reported and bars nothing, because it
-is a property of the minute as well as of the machine. `--quick` leaves out SmolLM2.
+    python benchmarks/claims/plan.py [--seed N] [--quick] [--only TEAM]
+
+Plans and then trains, each in a process of its own: configs/quickstart.toml cut to a few stages, and one short stage of
+three SmolLM2-135M, as whole models (which leave memory between their updates) and as LoRA adapters on one base. Compares the
+peak of resident memory (ru_maxrss), the disk space of the run directory, and the time of a stage. Ends with one JSON line.
+Exit 0 only if memory and disk are within 15 %; time is reported and bars nothing, because it is a property of the minute as
+well as of the machine. `--quick` leaves out SmolLM2, `--only` all teams but one.
 """
 
 from __future__ import annotations
@@ -19,16 +22,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import memory
 from quickstart import ROOT, where
 
 import baton
 
 WITHIN = 0.15
-TEAMS: dict[str, tuple[str, list[str]]] = {
-    "tiny": ("quickstart.toml", ["algorithm.stages=10", "engine.threads=1"]),
-    "smollm2": ("smollm2.toml", ["algorithm.stages=1", "algorithm.episodes=48", "gate.probe_prompts=16"]),
-}
-QUICK = {"tiny": ["algorithm.stages=3", "engine.threads=1", *(f"agents.{i}.warm_start.steps=60" for i in range(3))]}
+TINY = ["algorithm.stages=10", "engine.threads=1"]
+QUICK = ["algorithm.stages=3", "engine.threads=1", *(f"agents.{i}.warm_start.steps=60" for i in range(3))]
+TEAMS = {"tiny": "", "whole models": "none", "adapters": "lora"}
+"""Team -> what is trained of each SmolLM2 (`memory.tree`)."""
 
 
 def in_its_own_process(words: list[str], cache: str) -> Any:
@@ -37,6 +40,15 @@ def in_its_own_process(words: list[str], cache: str) -> Any:
         [sys.executable, *words], check=True, stdout=subprocess.PIPE, text=True, env={**os.environ, "BATON_CACHE": cache}
     )
     return json.loads(done.stdout[done.stdout.index("{") :])
+
+
+def find_models(config: str, overrides: list[str]) -> None:
+    """Make what a package's model becomes once: that takes more memory than planning, and must not be measured."""
+    from baton import assemble
+    from baton.config import load
+
+    assemble.prepare(load(config, overrides), root=Path(config).parent)
+    print("{}")
 
 
 def train(config: str, folder: str, overrides: list[str]) -> None:
@@ -58,13 +70,17 @@ def occupied(folder: Path) -> int:
     return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
 
 
-def compare(name: str, seed: int, overrides: list[str]) -> dict[str, Any]:
+def compare(team: str, seed: int, quick: bool) -> dict[str, Any]:
     """One team, planned and run."""
-    file = str(ROOT / "configs" / TEAMS[name][0])
-    changed = [f"seed={seed}", *overrides]
+    changed = [f"seed={seed}", *((QUICK if quick else TINY) if team == "tiny" else [])]
     settings = [word for one in changed for word in ("--set", one)]
     with tempfile.TemporaryDirectory(prefix="baton-plan-") as folder:
+        if team == "tiny":
+            file = str(ROOT / "configs" / "quickstart.toml")
+        else:
+            file = str(memory.write(Path(folder), TEAMS[team], 3, seed=seed, quick=True))
         own = str(Path(folder) / "cache")
+        in_its_own_process([__file__, "--find", file, *changed], own)
         planned = in_its_own_process(["-m", "baton.cli", "plan", file, "--json", *settings], own)
         shown = in_its_own_process([__file__, "--train", file, str(Path(folder) / "run"), *changed], own)
         disk = occupied(Path(folder) / "run")
@@ -74,7 +90,7 @@ def compare(name: str, seed: int, overrides: list[str]) -> dict[str, Any]:
         "seconds a stage": (planned["time"]["stage"]["total"], sum(shown["stages"]) / len(shown["stages"])),
     }
     print(
-        f"\n{name}: {len(shown['words'])} updates, "
+        f"\n{team}: {len(shown['words'])} updates, "
         + ", ".join(f"{w} {shown['words'].count(w)}" for w in set(shown["words"]))
     )
     for what, (said, measured) in rows.items():
@@ -96,14 +112,16 @@ def main() -> int:
         _, _, config, folder, *overrides = sys.argv
         train(config, folder, overrides)
         return 0
+    if sys.argv[1:2] == ["--find"]:
+        find_models(sys.argv[2], sys.argv[3:])
+        return 0
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="seed of both runs")
     parser.add_argument("--quick", action="store_true", help="the tiny team alone, three stages after a short start")
+    parser.add_argument("--only", choices=list(TEAMS), help="one team")
     args = parser.parse_args()
-    teams = (
-        {name: QUICK[name] for name in QUICK} if args.quick else {name: settings for name, (_, settings) in TEAMS.items()}
-    )
-    figures = {name: compare(name, args.seed, settings) for name, settings in teams.items()}
+    chosen = [args.only] if args.only else ["tiny"] if args.quick else list(TEAMS)
+    figures = {team: compare(team, args.seed, args.quick) for team in chosen}
     bars: dict[str, Any] = {}
     for name, found in figures.items():
         for what in ("memory", "disk"):

@@ -526,6 +526,15 @@ def dialogues(plan: Plan, index: int) -> list[Dialogue]:
     return out
 
 
+def fresh_folder(plan: Plan, index: int) -> Path:
+    """The folder of this agent before any warm start: its model, or a fresh adapter on it."""
+    agent = plan.config.agents[index]
+    if agent.lora is None:
+        return plan.bases[agent.name]
+    seat = "all" if has_shared_start(agent) else index
+    return adapters.start(plan.bases[agent.name], agent.model, agent.lora, at=(plan.config.seed, seat))
+
+
 def start_folder(
     plan: Plan, index: int, *, tick: Callable[[str, int, int, float], None]
 ) -> tuple[Path, WarmStartRecord | None, bool]:
@@ -535,10 +544,7 @@ def start_folder(
     an adapter also the fresh one that it begins as.
     """
     agent = plan.config.agents[index]
-    base = source = plan.bases[agent.name]
-    if agent.lora:
-        seat = "all" if has_shared_start(agent) else index
-        source = adapters.start(base, agent.model, agent.lora, at=(plan.config.seed, seat))
+    base, source = plan.bases[agent.name], fresh_folder(plan, index)
     options = agent.warm_start
     if options is None:
         return source, None, False

@@ -660,17 +660,25 @@ def plan_lines(report: Record) -> list[str]:
     lines = ["an estimate, for updates that are accepted whole; nothing was loaded", ""]
     rows: list[Sequence[str]] = [["agent", "parameters", "serving", "update", "longest", "own tokens", "message length"]]
     for a in report["agents"]:
+        if a["kind"] == "endpoint":
+            rows.append([cut_to(a["agent"], 20), "", "endpoint", "frozen", "", "", ""])
+            continue
         e = report["episodes"][a["agent"]]
-        tokens = f"{e['rows']} rows, {e['trained_tokens']:,} tokens"
-        served = f"{a['serving']}, trained in {a['compute']}"
+        is_trained = a["kind"] == "trained"
+        served = f"{a['serving']}, trained in {a['compute']}" if is_trained else a["serving"]
+        tokens = f"{e['rows']} rows, {e['trained_tokens']:,} tokens" if is_trained else "frozen"
         cells = [cut_to(a["agent"], 20), f"{a['parameters']:,}", served, tokens, str(e["longest_row"])]
         rows.append([*cells, f"{e['own_tokens']:,}", e["message_length"]])
     lines += table(rows, right=(1, 4, 5))
+    lines += [f"  assumed: {note}" for note in report["notes"]]
     lines += ["", *_plan_memory(report["memory"]), "", *_plan_disk(report["disk"]), "", *_plan_time(report["time"])]
     tokens = report["tokens"]
     lines += ["", "generated tokens"]
     for what in ("stage", "run"):
-        lines.append(f"  {what.ljust(6)} {tokens[what]['train']:,} in episodes, {tokens[what]['probe']:,} for the gate")
+        order = f", {tokens[what]['order']:,} to measure the order" if "order" in tokens[what] else ""
+        lines.append(
+            f"  {what.ljust(6)} {tokens[what]['train']:,} in episodes, {tokens[what]['probe']:,} for the gate{order}"
+        )
     lines.append("  up to three times as many episodes where too few groups are informative")
     return [*lines, "", *_plan_limit(report["speed_limit"])]
 
