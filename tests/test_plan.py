@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from baton import assemble, plan, records, run
+from baton import assemble, console, plan, records, run
 from baton.cli import main
 from baton.config import Config
 from baton.core import divergence, trust_region
@@ -173,6 +173,15 @@ def test_a_machine_that_cannot_hold_the_test_gets_no_times(cache: None, monkeypa
     monkeypatch.setattr(plan, "_measured", lambda *_: pytest.fail("it measured"))
     times = plan.plan(relay(), root=Path())["time"]
     assert times["run"] is None and "not timed" in times["measured"]
+
+
+@pytest.mark.parametrize(("load", "said"), [(0.1, False), (64.0, True)])
+def test_a_busy_machine_is_said_beside_its_times(
+    cache: None, monkeypatch: pytest.MonkeyPatch, load: float, said: bool
+) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (load, load, load))
+    report = plan.plan(parity(), root=Path())
+    assert any("busy machine" in line for line in console.plan_lines(report)) == said
 
 
 def test_layers_that_were_not_timed_take_what_the_timed_ones_took_each() -> None:

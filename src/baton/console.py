@@ -652,6 +652,8 @@ def _plan_time(times: Record) -> list[str]:
         f"  measured: {times['measured']}; {speed}",
         "  each further look of the gate adds its time again; loading, version 0 and the start's episodes come before",
     ]
+    if times["busy"]:
+        lines.append(f"  warning: these are a busy machine's times: {times['busy']}")
     if times["warm_starts_at_most"]:
         lines.append(f"  warm starts before it: at most {duration(times['warm_starts_at_most'])} (none where cached)")
     return lines
