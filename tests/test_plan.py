@@ -254,6 +254,15 @@ def test_a_machine_that_cannot_hold_the_test_gets_no_times(cache: None, monkeypa
     assert times["run"] is None and "not timed" in times["measured"]
 
 
+@pytest.mark.parametrize(("load", "said"), [(0.1, False), (64.0, True)])
+def test_a_busy_machine_is_said_beside_its_times(
+    cache: None, monkeypatch: pytest.MonkeyPatch, load: float, said: bool
+) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (load, load, load))
+    report = plan.plan(parity(), root=Path())
+    assert any("busy machine" in line for line in console.plan_lines(report)) == said
+
+
 def test_layers_that_were_not_timed_take_what_the_timed_ones_took_each() -> None:
     assert plan._extended([{"step": 2.0}, {"step": 5.0}], (1, 4), 30) == {"step": 2.0 + 29 * 1.0}
     assert plan._extended([{"step": 2.0}, {"step": 1.9}], (1, 4), 30) == {"step": 2.0}

@@ -14,13 +14,14 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import baton
 from baton.console import Console
+from baton.errors import BatonError, Interrupted
 from baton.run import Run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,6 +81,18 @@ def at_least_one(text: str) -> int:
     return count
 
 
+def guarded(work: Callable[[], int]) -> int:
+    """The exit code of a script: an interruption and a known failure are one line each, as everywhere."""
+    try:
+        return work()
+    except BatonError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 130 if isinstance(error, Interrupted) else 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="first seed")
@@ -105,4 +118,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(main))

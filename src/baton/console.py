@@ -330,7 +330,10 @@ def update_line(record: Record, *, stages: int | None = None, agents: Sequence[s
     rest += f"  {duration(record['seconds']['total'])}"
     width = max(1, min(max((len(a) for a in (*agents, record["agent"])), default=1), WIDTH - len(head) - 2 - 12 - len(rest)))
     name = str(record["agent"])
-    name = name if len(name) <= width else name[: width - 1] + "~"
+    if len(name) > width:
+        # Both ends: teammates often share the beginning.
+        end = (width - 1) // 2
+        name = f"{name[: width - 1 - end]}~{name[len(name) - end :]}"
     return [(f"{head}{name.ljust(width)}  ", ""), (word.ljust(12), STYLES[str(record["word"])]), (rest, "")]
 
 
@@ -716,6 +719,8 @@ def _plan_time(times: Record) -> list[str]:
         f"  measured: {times['measured']}; {speed}",
         "  each further look of the gate adds its time again; loading, version 0 and the start's episodes come before",
     ]
+    if times["busy"]:
+        lines.append(f"  warning: these are a busy machine's times: {times['busy']}")
     if times["warm_starts_at_most"]:
         lines.append(f"  warm starts before it: at most {duration(times['warm_starts_at_most'])} (none where cached)")
     return lines

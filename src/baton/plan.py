@@ -44,6 +44,7 @@ from baton.assemble import Plan as Prepared
 from baton.config import Config
 from baton.core import batching, divergence, trust_region
 from baton.core.keyed import choice, key, uniforms
+from baton.doctor import cores
 from baton.engines import adapters, local, models
 from baton.engines.adapters import LoraOptions
 from baton.engines.engine import Request, Sampler, ScoreRequest
@@ -924,6 +925,7 @@ def _time(prepared: Prepared, team: Sequence[_Member], update: Rehearsal, report
     """Seconds of an update of an agent, a stage and the run, by part; none where this machine cannot hold the test."""
     config = prepared.config
     a = config.algorithm
+    load, usable = os.getloadavg()[0], cores()
     needed, free = max(40 * _few_parameters(m) for m in team), _available()
     if needed > free // 2:
         why = f"not timed: a few layers of the largest model need {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
@@ -962,6 +964,7 @@ def _time(prepared: Prepared, team: Sequence[_Member], update: Rehearsal, report
         "update": {agent: {**parts, "total": sum(parts.values())} for agent, parts in updates.items()},
         "stage": {**stage, "total": total},
         "run": total * a.stages,
+        "busy": f"{load:.1f} other processes want {usable:g} cores" if load > usable / 2 else "",
         "warm_starts_at_most": _warm_seconds(config, team, update, measured),
         "step_gflops": flops / 1e9,
         "step_gflops_per_second": flops / 1e9 / max(1e-9, stage["step"]),

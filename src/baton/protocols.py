@@ -31,7 +31,7 @@ class ChainOptions(BaseModel):
     )
     rounds: int = Field(default=1, ge=1, description="times that each agent speaks")
     rotate: bool = Field(
-        default=False, description="rotate the speaking order per episode (caps a relay at .62-.67, ALGORITHMS 11)"
+        default=False, description="rotate the speaking order per episode (a relay then cannot pass .62-.67)"
     )
 
 

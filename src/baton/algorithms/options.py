@@ -84,7 +84,7 @@ class ObjectiveOptions(_Options):
         description="limit of the mask; preset: .15 (probability), .2 (probability_symmetric), .05 nats (binary_kl), "
         ".04 (second_moment), .003 nats (sequence_trust)",
     )
-    advantage_clip: float = Field(default=5.0, gt=0, description="largest absolute group-normalised advantage (F5)")
+    advantage_clip: float = Field(default=5.0, gt=0, description="largest absolute group-normalised advantage")
 
     @property
     def choice(self) -> Choice:
@@ -181,7 +181,10 @@ class ReuseOptions(_Options):
 class SatOptions(_Options):
     """`[algorithm]`: schedule, data and step of one agent update."""
 
-    name: Literal["sat", "joint", "independent"] = Field(default="sat", description="schedule of updates (ALGORITHMS 2.14)")
+    name: Literal["sat", "joint", "independent"] = Field(
+        default="sat",
+        description="one agent after another (sat), all on the same episodes (joint), or each alone (independent)",
+    )
     stages: int = Field(default=40, ge=1, description="stages to train; may be raised when a run is extended")
     episodes: int = Field(default=128, ge=2, description="episodes per agent update (joint: per agent and stage)")
     group: Literal["auto"] | int = Field(

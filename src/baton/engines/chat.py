@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import date
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -22,6 +23,9 @@ from baton.errors import ModelError
 from baton.types import Message, TokenIds
 
 Role = Literal["system", "user", "assistant"]
+
+_TODAY = date(2024, 7, 26)
+"""What a template that prints the date is told, whatever the day: a run that is resumed tomorrow sees the same prompts."""
 
 _CACHED = 1 << 16
 """Entries of each cache: more than the texts of one update, a few tens of MB."""
@@ -68,7 +72,9 @@ class ChatCodec:
         self._text_ids = lru_cache(maxsize=_CACHED)(self._encode_text)
         self._decoded = lru_cache(maxsize=_CACHED)(self._decode)
         self._skeleton = lru_cache(maxsize=1024)(self._render)
+        self._require_rows()
         self._folds_system = not self._has_system()
+        self._joins_users = not self._takes(("user", "user"))
         self._end_ids = self._find_end_ids()
         self._append_only = self._is_append_only()
 
@@ -97,6 +103,8 @@ class ChatCodec:
         """
         if self._folds_system:
             messages = _fold_system(messages)
+        if self._joins_users:
+            messages = _join_users(messages)
         skeleton = self._skeleton(tuple(message.role for message in messages))
         ids: list[int] = []
         ended = False
@@ -154,7 +162,12 @@ class ChatCodec:
         names = [f"BatonSlot{i}x7f3a9cEnd" for i in range(len(roles))]
         conversation = [{"role": role, "content": f" {name} "} for role, name in zip(roles, names, strict=True)]
         try:
-            text = cast(str, self._rendering.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
+            text = cast(
+                str,
+                self._rendering.apply_chat_template(
+                    conversation, tokenize=False, add_generation_prompt=True, strftime_now=_TODAY.strftime
+                ),
+            )
         except Exception as error:  # a template is a program of its own and may raise anything
             raise ModelError(
                 f"chat template of {self.folder} refuses the roles {', '.join(roles) or '(none)'}: {error}; "
@@ -180,11 +193,25 @@ class ChatCodec:
         # The template writes its own BOS; the tokenizer must not add a second one (PITFALLS B06).
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
+    def _require_rows(self) -> None:
+        """Every id of the tokenizer needs its row of the embedding."""
+        rows, most = read_config(self.folder).get("vocab_size"), max(self._tokenizer.get_vocab().values(), default=0)
+        if isinstance(rows, int) and most >= rows:
+            raise ModelError(
+                f"{self.folder}: the tokenizer has id {most}, the embedding {rows} rows; "
+                "call model.resize_token_embeddings(len(tokenizer)) and save the model again"
+            )
+
     def _has_system(self) -> bool:
+        if self._takes(("system", "user")):
+            return True
+        self._skeleton(("user",))
+        return False
+
+    def _takes(self, roles: tuple[Role, ...]) -> bool:
         try:
-            self._skeleton(("system", "user"))
+            self._skeleton(roles)
         except ModelError:
-            self._skeleton(("user",))
             return False
         return True
 
@@ -238,6 +265,17 @@ def _fold_system(messages: Sequence[Message]) -> Sequence[Message]:
     if not rest or rest[0].role != "user":
         return [Message(role="user", content=system.content), *rest]
     return [Message(role="user", content=f"{system.content}\n\n{rest[0].content}"), *rest[1:]]
+
+
+def _join_users(messages: Sequence[Message]) -> Sequence[Message]:
+    """User messages that follow each other as one, for templates in which roles must alternate."""
+    joined: list[Message] = []
+    for message in messages:
+        if joined and message.role == joined[-1].role == "user":
+            joined[-1] = Message(role="user", content=f"{joined[-1].content}\n\n{message.content}")
+        else:
+            joined.append(message)
+    return joined
 
 
 def _cut(text: str, token: str) -> list[str]:

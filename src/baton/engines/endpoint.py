@@ -54,13 +54,18 @@ class Endpoint:
             ModelError: it does not answer, or lists none or several and `served_name` names none.
         """
         try:
-            response = httpx.get(f"{self.url}/models", headers=self._headers(), timeout=min(10.0, self.options.timeout))
+            response = httpx.get(
+                f"{self.url}/models",
+                headers=self._headers(),
+                timeout=min(10.0, self.options.timeout),
+                follow_redirects=True,
+            )
             response.raise_for_status()
             listed = [str(entry["id"]) for entry in cast("dict[str, Any]", response.json())["data"]]
-        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+        except (httpx.HTTPError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ModelError(
                 f"'{self.agent}': {self.url}/models does not answer as an OpenAI-compatible server "
-                f"({type(error).__name__}: {error}); start the server, or mend agents.{self.agent}.model"
+                f"({type(error).__name__}: {' '.join(str(error).split())}); start the server, or mend agents.{self.agent}.model"
             ) from error
         if self._name is None and len(listed) != 1:
             raise ModelError(f"'{self.agent}': {self.url} lists the models {listed}; name one with endpoint.served_name")
@@ -71,7 +76,12 @@ class Endpoint:
     async def speak(self, requests: Sequence[TextRequest]) -> Sequence[Reply | Failed]:
         """One reply for each request, in order; a message that could not be had is `Failed` with the reason."""
         gate = asyncio.Semaphore(self.options.concurrency)
-        async with httpx.AsyncClient(headers=self._headers(), timeout=self.options.timeout) as client:
+        timeout = self.options.timeout
+        # Reading the machine's certificates takes longer than a short answer, and plain http has no use for them.
+        verify = self.url.startswith("https")
+        async with httpx.AsyncClient(
+            headers=self._headers(), timeout=timeout, follow_redirects=True, verify=verify
+        ) as client:
 
             async def one(request: TextRequest) -> Reply | Failed:
                 async with gate:
@@ -98,12 +108,14 @@ class Endpoint:
                     continue
                 response.raise_for_status()
                 choice = cast("dict[str, Any]", response.json())["choices"][0]
-                text = _THINKING.sub("", str(choice["message"]["content"] or "")).strip()
+                # Half a surrogate pair is legal JSON and no text: a tokenizer could not read it.
+                said = str(choice["message"]["content"] or "").encode("utf-8", "replace").decode()
+                text = _THINKING.sub("", said).strip()
                 return Reply(text=text, finish_reason="length" if choice.get("finish_reason") == "length" else "stop")
             except httpx.HTTPStatusError as error:
                 return Failed(reason=f"endpoint of '{self.agent}': {error.response.status_code} {error.response.text[:200]}")
-            except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
-                why = f"{type(error).__name__} {error}".strip()
+            except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
+                why = " ".join(f"{type(error).__name__} {error}".split())[:200]
         return Failed(reason=f"endpoint of '{self.agent}': {why} ({self.options.retries + 1} times)")
 
     def _headers(self) -> dict[str, str]:

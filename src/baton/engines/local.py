@@ -628,6 +628,7 @@ class LocalLearner:
         self.compute = compute
         self.micro_tokens = micro_tokens
         self.grad_clip = grad_clip
+        self._context = models.context_length(folder)
         self.device = torch.device(device)
         is_adapter = adapters.is_adapter(folder)
         if is_adapter:
@@ -848,8 +849,10 @@ class LocalLearner:
         out: Tensor | None = None
         for rows in micro_batches(batch, max_tokens=self.micro_tokens) if layout is None else layout:
             part = batch.rows(rows)
-            ids = functional.pad(part.ids, (0, padding)).to(self.device)
-            mask = functional.pad(part.mask, (0, padding)).to(self.device)
+            # Learned positions end with the context.
+            more = min(padding, max(0, self._context - part.ids.shape[1]))
+            ids = functional.pad(part.ids, (0, more)).to(self.device)
+            mask = functional.pad(part.mask, (0, more)).to(self.device)
             hidden = self._serve.hidden(ids[:, :-1])[mask[:, 1:]]
             if out is None:
                 out = hidden.new_empty(batch.n_act, hidden.shape[1])

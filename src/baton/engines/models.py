@@ -162,10 +162,18 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 def context_length(folder: Path) -> int:
     """Positions that the model was made for (prompt and answer together)."""
-    found = read_config(folder).get("max_position_embeddings")
-    if not isinstance(found, int):
-        raise ModelError(f"{folder}/config.json has no max_position_embeddings, so no context length is known")
-    return found
+    config = read_config(folder)
+    for name in _POSITIONS:
+        if isinstance(config.get(name), int):
+            return int(config[name])
+    raise ModelError(
+        f"{folder}/config.json has none of {', '.join(_POSITIONS)}, so no context length is known; "
+        "add max_position_embeddings to it"
+    )
+
+
+_POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
+"""What architectures call it."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
