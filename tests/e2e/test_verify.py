@@ -101,7 +101,7 @@ OPTIONS = {
     ),
 }
 """Config and what of it cannot be checked."""
-PLAIN = [settings for name, (settings, _) in OPTIONS.items() if not name.startswith(("frozen", "adapters"))]
+PLAIN = [settings for name, (settings, _) in OPTIONS.items() if not name.startswith(("frozen", "adapters in"))]
 """Evaluated like any other, so they are not."""
 
 EXPECTED = {
