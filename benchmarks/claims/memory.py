@@ -52,7 +52,7 @@ def tree(adapter: str, agents: int, *, seed: int, quick: bool) -> dict[str, Any]
         ],
         "algorithm": {"stages": 1, "episodes": 8 if quick else 64, "group": 4, "min_informative": 1},
         "gate": {"probe_prompts": 4 if quick else 32},
-        "engine": {"dtype": "bfloat16", "micro_tokens": 512},
+        "engine": {"dtype": "bfloat16", "micro_tokens": 512, "threads": 1},
     }
 
 
