@@ -337,8 +337,8 @@ def _notes(prepared: Prepared, update: Rehearsal) -> list[str]:
     notes: list[str] = []
     if isinstance(prepared.protocol, Router):
         notes.append(
-            f"whom a router calls is not known before: as if every agent spoke {prepared.protocol.own_turns} times an "
-            "episode, in the order of the seats"
+            "whom a router calls is not known before: as if every agent had all its turns of an episode "
+            f"({prepared.protocol.own_turns}), in the order of the seats"
         )
     for agent in config.agents:
         if agent.is_remote:
