@@ -223,3 +223,46 @@ def test_one_bos_and_no_second(tiny: Path, tmp_path: Path):
     }
     path.write_text(json.dumps(content))
     assert ChatCodec(folder).encode([user("a")]).count(2) == 1
+
+
+ALTERNATING = THINKING.replace("think:", "").replace(
+    "{% for m in messages %}",
+    "{% for m in messages %}{% if not loop.first and m['role'] == 'user' and loop.previtem['role'] == 'user' %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}",
+)
+
+
+def test_users_that_follow_each_other_are_one_message_where_roles_must_alternate(tiny: Path, tmp_path: Path):
+    codec = ChatCodec(with_template(tiny, tmp_path / "m", ALTERNATING))
+    assert codec.encode([user("q"), user("[a]: x"), user("[b]: y")]) == codec.encode([user("q\n\n[a]: x\n\n[b]: y")])
+    own = codec.encode([user("q"), said(ids=(40, 41)), user("[a]: x"), user("[b]: y")])
+    prompt = codec.encode([user("q")])
+    assert own[: len(prompt) + 2] == (*prompt, 40, 41)
+    check_codec(codec, texts=("abc", "xyz"), own_ids=(40, 41))
+    assert ChatCodec(tiny).encode([user("q"), user("r")]) != ChatCodec(tiny).encode([user("q\n\nr")])
+
+
+def test_a_template_that_prints_the_date_prints_the_same_one_every_day(tiny: Path, tmp_path: Path):
+    dated = THINKING.replace("think:", "").replace("m['content']", "strftime_now('%d %b %Y') + m['content']")
+    codec = ChatCodec(with_template(tiny, tmp_path / "m", dated))
+    assert "26 Jul 2024" in codec.decode(codec.encode([user("hi")]))
+
+
+def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows_is_refused(tiny: Path, tmp_path: Path):
+    shutil.copytree(tiny, tmp_path / "m")
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    (tmp_path / "m" / "config.json").write_text(json.dumps({**config, "vocab_size": config["vocab_size"] - 5}))
+    with pytest.raises(ModelError, match=r"the tokenizer has id \d+, the embedding \d+ rows; call model.resize_token"):
+        ChatCodec(tmp_path / "m")
+
+
+def test_the_context_has_other_names_in_other_architectures(tiny: Path, tmp_path: Path):
+    shutil.copytree(tiny, tmp_path / "m")
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    context = config.pop("max_position_embeddings")
+    path = tmp_path / "m" / "config.json"
+    path.write_text(json.dumps({**config, "n_positions": context}))
+    assert models.context_length(tmp_path / "m") == context
+    path.write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"n_positions.*add max_position_embeddings"):
+        models.context_length(tmp_path / "m")

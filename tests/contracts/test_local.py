@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import math
 import random
 import shutil
@@ -698,3 +699,31 @@ def test_a_soft_cap_is_part_of_the_law():
     capped = local._unembed(hidden, weight, None, 30.0)
     assert torch.allclose(capped, 30 * torch.tanh(hidden @ weight.t() / 30)) and float(capped.abs().max()) <= 30
     assert divergence.log_law(capped, temperature=1.0).shape == (3, 4)
+
+
+def test_learned_positions_are_measured_up_to_the_very_end_of_the_context(tmp_path: Path) -> None:
+    """The noise floor's second layout pads rows, and has nowhere to go beyond the last position."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    source = models.resolve("tiny:30k", cache=tmp_path)
+    folder = tmp_path / "gpt2"
+    shutil.copytree(source, folder)
+    vocabulary = json.loads((source / "config.json").read_text())["vocab_size"]
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=vocabulary, n_positions=12, n_embd=16, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=1)
+    )
+    model.save_pretrained(folder)
+    learner = LocalLearner("a", folder, serve_dtype=torch.float32)
+    row = Trajectory(
+        episode_id="e",
+        group="p",
+        agent="a",
+        segment=0,
+        ids=tuple(range(8, 20)),
+        mask=(False,) * 10 + (True,) * 2,
+        behavior_logprobs=(0.0,) * 10 + (-1.0,) * 2,
+        versions=(-1,) * 10 + (0,) * 2,
+    )
+    q99, mean = noise_floor(learner, token_batch([row], temperature=1.0))
+    assert 0.0 <= mean <= q99 < 1e-4 or abs(mean) < 1e-4

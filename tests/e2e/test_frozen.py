@@ -141,6 +141,12 @@ def test_a_server_that_fails_now_and_then_is_asked_again_and_one_that_fails_for_
         assert all(len(e.turns) == 0 for e in failed)
 
 
+def test_what_is_legal_json_and_no_text_neither_ends_the_run_nor_is_lost() -> None:
+    with server(lambda messages, n: "\ud800" + first_bit(messages, n)) as (url, _):
+        stage = worlds.world(with_endpoint(url))
+        assert {t.text for e in stage.play(2) for t in e.turns if t.agent == "a"} <= {"?0", "?1"}
+
+
 def test_a_server_that_went_away_ends_the_run_with_its_name(tmp_path: Path) -> None:
     with server(first_bit) as (url, _):
         settings = with_endpoint(url, "agents.a.endpoint={retries=0}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -26,6 +27,8 @@ Role = Literal["system", "user", "assistant"]
 
 _TODAY = date(2024, 7, 26)
 """What a template that prints the date is told, whatever the day: a run that is resumed tomorrow sees the same prompts."""
+
+_CLOCK = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 
 _CACHED = 1 << 16
 """Entries of each cache: more than the texts of one update, a few tens of MB."""
@@ -58,6 +61,10 @@ class ChatCodec:
         self._rendering = cast(Any, AutoTokenizer).from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if not self._rendering.chat_template:
             raise ModelError(f"{folder} has no chat template; use an instruct model, or add chat_template.jinja")
+        if isinstance(self._rendering.chat_template, str):
+            self._rendering.chat_template = _CLOCK.sub(
+                lambda call: repr(_TODAY.strftime(call[2])), self._rendering.chat_template
+            )
         self._tokenizer = Tokenizer.from_str(self._rendering.backend_tokenizer.to_str())
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
@@ -162,12 +169,7 @@ class ChatCodec:
         names = [f"BatonSlot{i}x7f3a9cEnd" for i in range(len(roles))]
         conversation = [{"role": role, "content": f" {name} "} for role, name in zip(roles, names, strict=True)]
         try:
-            text = cast(
-                str,
-                self._rendering.apply_chat_template(
-                    conversation, tokenize=False, add_generation_prompt=True, strftime_now=_TODAY.strftime
-                ),
-            )
+            text = cast(str, self._rendering.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
         except Exception as error:  # a template is a program of its own and may raise anything
             raise ModelError(
                 f"chat template of {self.folder} refuses the roles {', '.join(roles) or '(none)'}: {error}; "

@@ -63,9 +63,10 @@ class Endpoint:
             response.raise_for_status()
             listed = [str(entry["id"]) for entry in cast("dict[str, Any]", response.json())["data"]]
         except (httpx.HTTPError, ValueError, KeyError, TypeError, RecursionError) as error:
+            why = " ".join(str(error).split())
             raise ModelError(
                 f"'{self.agent}': {self.url}/models does not answer as an OpenAI-compatible server "
-                f"({type(error).__name__}: {' '.join(str(error).split())}); start the server, or mend agents.{self.agent}.model"
+                f"({type(error).__name__}: {why}); start the server, or mend agents.{self.agent}.model"
             ) from error
         if self._name is None and len(listed) != 1:
             raise ModelError(f"'{self.agent}': {self.url} lists the models {listed}; name one with endpoint.served_name")
