@@ -554,10 +554,9 @@ def memory_terms(
     p = mover.parameters
     trained = [m for m in team if m.is_trained]
     keepers = [m for m in trained if not m.leaves and m is not mover]
-    left = [m for m in trained if m.leaves and m is not mover]
     # Shared episodes are played before the next update begins, and so before whoever was updated last has left.
     late: tuple[Phase, ...] = ("sample", *AWAKE) if options.shares_episodes and moved else AWAKE
-    # A measured order wakes every learner.
+    # A measured order wakes every learner in turn.
     awake: tuple[Phase, ...] = ("order", *late) if mover.leaves else PHASES
     moments = 8 * p if mover.agent in moved else 0
     if mover.leaves:  # the saved state stands for a snapshot: on disk, or read whole where its file is small
@@ -579,11 +578,6 @@ def memory_terms(
         Term(name="other learners: fp32 masters", bytes=sum(4 * m.parameters for m in keepers)),
         Term(name="other learners: served copies", bytes=sum(m.copy for m in keepers)),
         Term(name="other learners: AdamW moments", bytes=sum(8 * m.parameters for m in keepers if m.agent in moved)),
-        Term(
-            name="other learners, awake to be measured",
-            bytes=sum(m.learner + (8 * m.parameters if m.agent in moved else 0) for m in left),
-            phases=("order",),
-        ),
         Term(name="learner: fp32 masters", bytes=4 * p, phases=awake),
         Term(name="learner: served copy", bytes=mover.copy, phases=awake),
         Term(name="learner: AdamW moments", bytes=moments, phases=awake),

@@ -267,11 +267,14 @@ class RunJournal:
 
     def begin(self, agent: AgentId, stage: int) -> int:
         # Nobody is being updated here: whoever was since the last update leaves.
-        put_to_rest(self.run, self.crew, self.points[-1][1])
+        self.rest()
         version = self.next_versions[agent]
         self.next_versions[agent] = version + 1
         records.append_record(self.journal, {"kind": "begin", "agent": agent, "stage": stage, "version": version})
         return version
+
+    def rest(self) -> None:
+        put_to_rest(self.run, self.crew, self.points[-1][1])
 
     def tick(self, what: str, total: int) -> None:
         self.stop.check()

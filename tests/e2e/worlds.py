@@ -113,6 +113,9 @@ class Memory:
     def stage(self, report: StageReport) -> None:
         self.stages.append(report)
 
+    def rest(self) -> None:
+        """Tables do not."""
+
     def tick(self, what: str, total: int) -> None:
         """Nobody watches."""
 

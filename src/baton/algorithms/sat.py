@@ -226,6 +226,10 @@ class Journal(Protocol):
         """Write the line of a complete stage."""
         ...
 
+    def rest(self) -> None:
+        """Learners that leave memory between their updates do so now; what they were given since is forgotten."""
+        ...
+
     def tick(self, what: str, total: int) -> None:
         """One more unit of `total` of this long step is done. Raises Interrupted when the user asked to stop."""
         ...
@@ -854,6 +858,7 @@ async def plan_stage(world: World, position: Position, stage: int) -> tuple[Stag
             kappas[agent], gains[agent] = trust_region.greedy_gain(gradient, fisher, delta=radii[agent])
             if options.order == "grad_norm":
                 gains[agent] = float(gradient.double().norm())
+            world.journal.rest()
     if options.radius_allocation == "greedy":
         mean = sum(radii.values()) / len(radii)
         given = trust_region.allocate_radius(
