@@ -61,6 +61,9 @@ def main() -> int:
         "seeds whose team is above .25 (95 % interval)": (above, len(results), above >= len(results)),
         "longest RL of a seed, minutes": (longest, MINUTES, longest < MINUTES),
     }
+    if args.quick:
+        judged = sum(results[0]["verdicts"].values())
+        bars = {"updates judged": (judged, 3, judged == 3)}
     line = {
         "name": "smollm2",
         "quick": args.quick,

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol, assert_never
 
 import torch
@@ -335,10 +336,14 @@ def prompt_sets(config: Config, env: Env) -> Splits:
     )
 
 
-def prepare(config: Config, *, root: Path, asks_endpoints: bool = True) -> Plan:
+def prepare(
+    config: Config, *, root: Path, own: Mapping[AgentId, Path] = MappingProxyType({}), asks_endpoints: bool = True
+) -> Plan:
     """Build and check all that needs no weights; `root` is the folder that relative paths of the config start from.
 
-    `asks_endpoints` = False leaves servers alone: nobody at the table will speak.
+    `own` holds what a run has of its agents, its version 0: a run that has begun speaks with its own tokenizers and
+    templates, and needs of the models that it came from only the bases of its adapters. `asks_endpoints` = False leaves
+    servers alone: nobody at the table will speak.
 
     Raises:
         ConfigError, ModelError, DataError: the first thing that cannot work, with its remedy.
@@ -347,7 +352,7 @@ def prepare(config: Config, *, root: Path, asks_endpoints: bool = True) -> Plan:
     if config.engine.name == "local":
         devices_of(config)
         for agent in config.agents:
-            if not agent.is_remote:
+            if not agent.is_remote and agent.name not in own:
                 models.check(agent.model)
             if agent.lora:
                 adapters.require_peft()
@@ -365,6 +370,12 @@ def prepare(config: Config, *, root: Path, asks_endpoints: bool = True) -> Plan:
             continue
         if config.engine.name == "table":
             bases[agent.name], codecs[agent.name], parameters[agent.name] = Path(), table_codec(agent), 0
+            continue
+        if agent.name in own:
+            mine = own[agent.name]
+            bases[agent.name] = adapters.base_of(mine) if adapters.is_adapter(mine) else mine
+            codecs[agent.name] = codec_of(mine)
+            parameters[agent.name] = models.describe(bases[agent.name]).parameters
             continue
         # Seats that share a start or a base share its random weights; elsewhere every seat has its own.
         is_shared = agent.lora is not None or has_shared_start(agent)

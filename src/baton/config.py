@@ -29,6 +29,7 @@ from baton.algorithms.options import (
     SatOptions,
 )
 from baton.algorithms.warm_start import WarmStartOptions
+from baton.core import trust_region
 from baton.engines.adapters import LoraOptions
 from baton.engines.endpoint import EndpointOptions
 from baton.envs import EnvOptions
@@ -37,11 +38,13 @@ from baton.protocols import ChainOptions, ProtocolOptions
 
 
 class _Options(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class RadiusOptions(_Options):
     """The trust region of one agent, in nats."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=True)
 
     token: float = Field(gt=0, description="radius of the per-state divergence at the gate's quantile, nats")
     message_mean: float = Field(gt=0, description="radius of the mean divergence per token of a message, nats")
@@ -206,6 +209,14 @@ class Config(_Options):
                 f"engine.name = '{self.engine.name}' and models {[a.model for a in self.agents]} do not fit: "
                 "table:SYMBOLS models need engine.name = 'table', and that engine takes no others"
             )
+        if self.gate.require_certified:
+            miss = self.gate.eta / self.algorithm.looks
+            needed = trust_region.units_needed(level=self.gate.quantile, confidence_miss=miss)
+            if self.gate.probe_prompts < needed:
+                raise ValueError(
+                    f"gate.require_certified: {self.gate.probe_prompts} probe prompts cannot certify the "
+                    f"{self.gate.quantile:g} quantile over {self.algorithm.looks} looks; set gate.probe_prompts to {needed} or more"
+                )
         if not any(agent.trainable for agent in self.agents):
             raise ValueError("agents: every agent has trainable = false, so there is nothing to train; set one to true")
         for agent in self.agents if tables else ():

@@ -71,7 +71,7 @@ def evaluate(
     """
     reporter = reporter or Silent()
     run = open_run(path)
-    plan = assemble.prepare(run.config, root=Path(run.start["root"]))
+    plan = assemble.prepare(run.config, root=Path(run.start["root"]), own=run.origins)
     assemble.set_threads(plan.config, plan.parameters)
     versions = dict(run.position.team.versions)
     now = {name: run.folder(name, versions[name]) for name in plan.local}

@@ -264,7 +264,7 @@ class Router:
         name = self.options.rule
         try:
             picked: Any = self.rule(task, tuple(turns), self.agents)
-        except Exception as error:  # the documented edge: what user code raises is its own failure
+        except (Exception, SystemExit) as error:  # the documented edge: what user code raises is its own failure
             raise TaskFault(f"{name} raised {type(error).__name__}: {error}") from error
         if picked is None and turns:
             return ()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import platform
 import signal
 import threading
@@ -43,7 +44,7 @@ from baton.core import batching
 from baton.core.keyed import SAMPLE
 from baton.engines import local
 from baton.engines.engine import Learner
-from baton.errors import BatonError, DataError, Interrupted, RunError
+from baton.errors import BatonError, ConfigError, DataError, Interrupted, ModelError, RunError
 from baton.records import Record
 from baton.rollout import Play, Seat, Table
 from baton.team import Member, Team
@@ -141,6 +142,13 @@ class Run:
         """How the run last ended: finished, converged, stalled, interrupted; None while it runs or after a crash."""
         last = self.records()
         return str(last[-1]["ending"]) if last and last[-1]["kind"] == "end" else None
+
+    @property
+    def origins(self) -> dict[AgentId, Path]:
+        """Folder of version 0 of each agent whose weights are in the run; none for tables."""
+        if self.config.engine.name == "table":
+            return {}
+        return {name: self.folder(name, 0) for name in self.files}
 
     @property
     def files(self) -> dict[AgentId, Record]:
@@ -461,6 +469,11 @@ def train(
                 if target.records("start"):
                     records.append_record(target.path / "stages.jsonl", {"kind": "end", "ending": "interrupted"})
                 raise
+            except (ConfigError, ModelError, DataError):
+                # Refused before anything began: the directory is free for the mended config.
+                if not (target.path / "stages.jsonl").exists():
+                    (target.path / "config.toml").unlink(missing_ok=True)
+                raise
         records.append_record(target.path / "stages.jsonl", {"kind": "end", "ending": ending})
     return target
 
@@ -526,7 +539,10 @@ def _differences(a: Any, b: Any, at: str = "") -> list[tuple[str, Any, Any]]:
 
 
 async def _train(config: Config, root: Path, run: Run, reporter: Reporter, stop: Stop) -> sat.Ending:
-    plan = assemble.prepare(config, root=root)
+    usable = os.cpu_count() or 1
+    if config.engine.threads != "auto" and config.engine.threads > usable:
+        raise ConfigError(f"engine.threads = {config.engine.threads}: this machine has {usable} cores; lower it, or 'auto'")
+    plan = assemble.prepare(config, root=root, own=run.origins if run.records("start") else {})
     threads = assemble.set_threads(config, plan.parameters)
     records.write_text(run.path / "config.toml", config.to_toml())
     journal_file = run.path / "stages.jsonl"
@@ -547,7 +563,7 @@ async def _train(config: Config, root: Path, run: Run, reporter: Reporter, stop:
                 )
     names = [a.name for a in config.agents if a.trainable]
     models = ", ".join(f"{a.name} ({a.model}{', an adapter' if a.lora else ''})" for a in config.agents)
-    reporter.say(f"loading {len(folders)} agents: {models}")
+    reporter.say(f"loading {len(config.agents)} agents: {models}")
     crew = assemble.crew(config, folders, learners=names)
     files = dict(run.files) if started is not None else dict[AgentId, Record]()
     for name in names:
@@ -757,6 +773,7 @@ async def _first_record(
         "noise_floor": floors,
         "start_accuracy": accuracy,
         "start_prompts": len(scored),
+        "start_failed": len(episodes) - len(scored),
         "group": resolve_group(config.algorithm, (accuracy - low) / (high - low)),
         "facts": dict(plan.env.facts(len(plan.seats))),
         "is_repeatable": all(seat.speaker is None for seat in plan.seats),
@@ -846,8 +863,10 @@ def _announce(world: World, started: Record, position: Position, reporter: Repor
         reporter.say(f"resuming after {position.done} of {updates} agent updates")
         return
     floors = ", ".join(f"{n} {f['token']:.1e}" for n, f in started["noise_floor"].items())
+    lost = started.get("start_failed", 0)
+    failed = f" ({lost} more failed)" if lost else ""
     reporter.say(
-        f"start accuracy {started['start_accuracy']:.3f} on {started['start_prompts']} train prompts; "
+        f"start accuracy {started['start_accuracy']:.3f} on {started['start_prompts']} train prompts{failed}; "
         f"{world.options.episodes} episodes an update in groups of {world.group}; noise floor {floors} nats"
     )
 
@@ -927,7 +946,7 @@ def load_team(path: str | Path) -> LoadedTeam:
     """The promoted team of a run directory, ready to play."""
     run = open_run(path)
     config, root = run.config, Path(run.start["root"])
-    plan = assemble.prepare(config, root=root)
+    plan = assemble.prepare(config, root=root, own=run.origins)
     assemble.set_threads(config, plan.parameters)
     crew = assemble.crew(config, {name: run.folder(name) for name in plan.local}, learners=[])
     team = run.position.team

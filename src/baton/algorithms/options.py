@@ -14,7 +14,7 @@ from baton.types import Direction
 
 
 class _Options(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Choice(NamedTuple):
@@ -73,7 +73,7 @@ class ObjectiveOptions(_Options):
     band: Literal["preset", "tight", "reasoning", "coding"] = Field(
         default="preset",
         description="ratio band of weight `dis` or mask `band`: tight (.8, 1.25; the preset's), reasoning (.7, 6), "
-        "coding (.2, 4), strict",
+        "coding (.2, 4), bounds excluded",
     )
     clip: float = Field(default=0.2, gt=0, lt=1, description="clip of the ratio for weights `ppo`, `gspo` and `sequence`")
     cap: Literal["preset", "none"] | Annotated[float, Field(ge=1)] = Field(
@@ -143,6 +143,8 @@ class PenaltyOptions(_Options):
 
     @model_validator(mode="after")
     def _start_within_bounds(self) -> PenaltyOptions:
+        if self.low > self.high:
+            raise ValueError(f"low = {self.low} is above high = {self.high}; exchange them")
         if self.start != 0.0 and not self.low <= self.start <= self.high:
             raise ValueError(
                 f"start = {self.start} is outside low = {self.low} .. high = {self.high}; move it in, or set it to 0"
@@ -276,6 +278,11 @@ class SatOptions(_Options):
                     f"episodes = {self.episodes} is no multiple of {size}, and episodes = prompts x group "
                     f"(group = {group}); nearest: {' or '.join(map(str, near))}"
                 )
+            # Against the whole batch, prompts on either side of its mean count: at most half of them.
+            most = self.episodes // size // (2 if self.objective.choice.baseline == "batch_mean" else 1)
+            for name, value in (("min_informative", self.min_informative), ("inner_steps", self.inner_steps)):
+                if value > max(most, 1):
+                    raise ValueError(f"{name} = {value}: an update of {self.episodes} episodes can have {most}; lower it")
         return self
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from baton.core import batching, losses
 from baton.core.keyed import Key, key, permutation
@@ -25,8 +25,12 @@ from baton.types import AgentId, Message, Task, TokenBatch, TokenIds, Trajectory
 class WarmStartOptions(BaseModel):
     """`[agents.warm_start]`: supervised training of one agent before RL."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    source: str = Field(default="env", description="`env`: the env's own demonstrations; or a JSONL of dialogues (messages)")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    source: str = Field(
+        default="env",
+        min_length=1,
+        description="`env`: the env's own demonstrations; or a JSONL of dialogues (messages)",
+    )
     seats: Literal["own", "all"] = Field(
         default="own",
         description="demonstrations of the agent's own seat, or of all seats (one start that several seats share)",
@@ -42,6 +46,14 @@ class WarmStartOptions(BaseModel):
         default=1.0, gt=0, le=1, description="stop once the expected accuracy on held-out demonstrations reaches this"
     )
     check_every: int = Field(default=5, ge=1, description="steps between two measurements")
+
+    @model_validator(mode="after")
+    def _something_is_left(self) -> WarmStartOptions:
+        if self.held_out >= self.demonstrations:
+            raise ValueError(
+                f"held_out = {self.held_out} leaves none of demonstrations = {self.demonstrations} to train on; lower it"
+            )
+        return self
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -30,16 +30,16 @@ from baton.engines import models
 from baton.errors import ModelError
 from baton.types import Weights
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, TENSORS, BASE = "adapter_config.json", "adapter_model.safetensors", "adapter_base.json"
 
-FORMAT = 1
+FORMAT = 2
 """Version of what `start` writes into the cache; a change of the first draw or of the files raises it."""
 
 
 class LoraOptions(BaseModel):
     """`[agents.adapter]`: low-rank adaptation. A linear map W becomes W + (alpha / rank) B A."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     rank: int = Field(default=16, ge=1, description="inner width of the two matrices of an adapted map")
     alpha: float = Field(default=32.0, gt=0, description="the update enters as alpha / rank times B A")
     targets: Literal["all-linear"] | tuple[str, ...] = Field(
@@ -108,6 +108,11 @@ def start(base: Path, spec: str, options: LoraOptions, *, at: tuple[str | int, .
         "bias": "none",
         "inference_mode": True,
     }
+    narrow = min((min(shape), path) for path, shape in maps.items() if path.rpartition(".")[2] in targets)
+    if options.rank > narrow[0]:
+        raise ModelError(
+            f"adapter.rank = {options.rank}: {narrow[1]} of {base} is {narrow[0]} wide and has no more; lower it"
+        )
     root = models.cache_folder() if cache is None else cache
     what = [FORMAT, settings, at, models.read_config(base)]
     name = f"lora-{hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:24]}"
@@ -115,6 +120,7 @@ def start(base: Path, spec: str, options: LoraOptions, *, at: tuple[str | int, .
     def write(folder: Path) -> None:
         models.copy_beside(base, folder)
         models.write_json(folder / CONFIG, settings)
+        models.write_json(folder / BASE, {"sha256": base_digest(base)})
         tensors: dict[str, Tensor] = {}
         for path, (inner, outer) in maps.items():
             if path.rpartition(".")[2] in targets:
@@ -124,6 +130,24 @@ def start(base: Path, spec: str, options: LoraOptions, *, at: tuple[str | int, .
         save_file(tensors, folder / TENSORS, metadata={"format": "pt"})
 
     return models.once(root / name, write)
+
+
+def base_digest(base: Path) -> str:
+    """SHA-256 over the weight files of a base: an adapter means something on these alone."""
+    digest = hashlib.sha256()
+    for path in sorted(base.glob("*.safetensors")):
+        with path.open("rb") as handle:
+            digest.update(path.name.encode() + hashlib.file_digest(handle, "sha256").digest())
+    return digest.hexdigest()
+
+
+def check_base(folder: Path) -> None:
+    """Raise ModelError where the base of this adapter is not the one that it was made for."""
+    path = folder / BASE
+    if path.is_file() and json.loads(path.read_text(encoding="utf-8"))["sha256"] != base_digest(base_of(folder)):
+        raise ModelError(
+            f"{folder} is an adapter of {base_of(folder)}, whose weights are not those that it was made for; put them back"
+        )
 
 
 def save(folder: Path, weights: Weights, *, source: Path) -> None:

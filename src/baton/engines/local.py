@@ -159,6 +159,7 @@ class Bases:
         """The adapter of this folder on its base in `dtype`; the adapter's own tensors are fp32."""
         place = (adapters.base_of(folder).resolve(), dtype, device)
         if place not in self._nets:
+            adapters.check_base(folder)
             self._nets[place] = _Net(place[0], dtype=dtype, device=device)
         net = self._nets[place].adapted(folder, is_trained=is_trained)
         saved, own = load_file(folder / adapters.TENSORS), net.held()

@@ -28,7 +28,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from scipy.special import ndtri
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -242,14 +242,26 @@ def _hub(spec: str, *, download: bool) -> Path:
     return Path()
 
 
+def _unwritable(folder: Path, error: Exception) -> ModelError:
+    return ModelError(
+        f"the model cache {folder.parent} cannot be written ({error}); make room, or set BATON_CACHE elsewhere"
+    )
+
+
 def once(folder: Path, write: Callable[[Path], None]) -> Path:
     """The folder, made by `write` in a temporary directory beside it and renamed, unless it exists."""
     if folder.is_dir():
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        write(temporary)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    try:
+        try:
+            write(temporary)
+        except (OSError, SafetensorError) as error:
+            raise _unwritable(folder, error) from error
         temporary.chmod(0o755)
         try:
             temporary.rename(folder)

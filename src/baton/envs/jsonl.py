@@ -189,6 +189,10 @@ def _rows(path: Path) -> Generator[tuple[int, dict[str, Any]]]:
             row: Any = json.loads(line)
         except ValueError as error:
             raise DataError(f"{path.name} row {number}: not JSON: {error}") from error
+        try:
+            json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise DataError(f"{path.name} row {number}: half a surrogate pair is no text; mend the escape") from error
         if not isinstance(row, dict):
             raise DataError(f"{path.name} row {number}: {type(row).__name__}, not an object of fields")
         yield number, cast("dict[str, Any]", row)
