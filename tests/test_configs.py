@@ -210,7 +210,6 @@ CHANGED: Mapping[str, object] = {
     "gate.quantile": 0.95,
     "gate.eta": 0.1,
     "gate.direction": "old_new",
-    "gate.require_certified": True,
     "gate.max_states_per_message": 64,
     "gate.max_states": 4096,
     "engine.dtype": "bfloat16",
@@ -261,6 +260,7 @@ def test_no_live_key_of_the_reference_is_left_out_of_that_test() -> None:
         *TAGS,
         "engine.name",  # wants table models: see the refusals below
         "agents.radius",  # has its own test below
+        "gate.require_certified",  # wants 459 probe prompts: likewise
         "algorithm.reuse.ess_floor",  # wants data = reuse: tests/e2e/test_sat_options.py
         "algorithm.ordering_episodes",  # wants a measured order: likewise
         "algorithm.objective.clip",  # wants weight ppo, gspo or sequence: likewise
@@ -340,6 +340,11 @@ def test_a_table_takes_neither_adapter_nor_device(key: str, value: str) -> None:
                 "engine": {"name": "table"},
             }
         )
+
+
+def test_a_gate_with_enough_prompts_may_require_what_it_can_certify() -> None:
+    tree = put(put(the_tree(), "gate.require_certified", True), "gate.probe_prompts", 459)
+    assert parse(tree).gate.require_certified
 
 
 def test_an_agents_own_radius_wins_over_the_presets() -> None:
@@ -446,6 +451,21 @@ REFUSED: Mapping[str, tuple[list[tuple[str, object]], list[str]]] = {
         ["advantage_clip = 3.0", "baseline 'loo'", "baseline = 'group'"],
     ),
     "the table engine with models that are none": ([("engine.name", "table")], ["engine.name", "table:SYMBOLS"]),
+    "probe prompts that certify nothing": ([("gate.require_certified", True)], ["64 probe prompts", "459 or more"]),
+    "more informative groups than an update has": (
+        [("algorithm.min_informative", 99)],
+        ["min_informative = 99", "can have 16"],
+    ),
+    "more inner steps than groups": ([("algorithm.inner_steps", 99)], ["inner_steps = 99", "can have 16"]),
+    "a rate that is no number": ([("agents.lr", float("inf"))], ["agents.0.lr", "finite"]),
+    "penalty bounds the wrong way round": (
+        [("algorithm.penalty", {"start": 0.0, "low": 5.0, "high": 1.0})],
+        ["low = 5.0 is above high = 1.0"],
+    ),
+    "a warm start that holds everything out": (
+        [("agents.warm_start", {"demonstrations": 64, "held_out": 64})],
+        ["held_out = 64", "demonstrations = 64"],
+    ),
     "two agents of one name": ([("agents.name", "second")], ["'second'", "2 times"]),
     "sampling that training could not score": ([("agents.top_p", 0.9)], ["agents.0.top_p", "remove the key"]),
     "a tracker that nobody knows": (

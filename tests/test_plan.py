@@ -193,8 +193,8 @@ def test_learners_that_rest_hold_nothing_but_their_promoted_slot() -> None:
     # Shared episodes are played while whoever was updated last is still awake.
     assert held(team, "sample", "a", name="joint") - held(team, "sample", "a") == (4 + 2 + 8) * big
     assert held(team, "sample", name="joint") == held(team, "sample")
-    # A measured order wakes everybody.
-    assert held(team, "order", "ab", order="greedy") == 1 + 3 * 2 * big + (3 * (4 + 2) + 2 * 8) * big + 7 + 11 + 13
+    # A measured order wakes one after another.
+    assert held(team, "order", "ab", order="greedy") == 1 + 3 * 2 * big + (4 + 2 + 8) * big + 7 + 11 + 13
 
 
 def test_a_small_learner_that_rests_reads_its_state_whole() -> None:
@@ -243,7 +243,8 @@ def test_the_peak_is_the_largest_phase_and_the_sum_of_what_is_named(planned: Any
     assert memory["peak"] == max(memory["phases"].values()) == sum(memory["terms"].values())
     assert memory["terms"]["process: python, libraries, tasks"] > 100e6
     # From the second stage on every agent has moments and a candidate slot.
-    assert memory["terms"]["learners: AdamW moments"] == 2 * 8 * 65_104
+    moments = [count for name, count in memory["terms"].items() if name.endswith("AdamW moments")]
+    assert sum(moments) == 2 * 8 * 65_104
     assert memory["terms"]["sampler: candidate slots"] == 2 * 4 * 65_104
 
 

@@ -215,7 +215,8 @@ class Config(_Options):
             if self.gate.probe_prompts < needed:
                 raise ValueError(
                     f"gate.require_certified: {self.gate.probe_prompts} probe prompts cannot certify the "
-                    f"{self.gate.quantile:g} quantile over {self.algorithm.looks} looks; set gate.probe_prompts to {needed} or more"
+                    f"{self.gate.quantile:g} quantile over {self.algorithm.looks} looks; "
+                    f"set gate.probe_prompts to {needed} or more"
                 )
         if not any(agent.trainable for agent in self.agents):
             raise ValueError("agents: every agent has trainable = false, so there is nothing to train; set one to true")
