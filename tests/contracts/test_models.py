@@ -58,7 +58,7 @@ def test_resolving_twice_writes_once_and_leaves_nothing_half_made(tmp_path: Path
         raise OSError("disk full")
 
     monkeypatch.setattr(models, "save_file", fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(ModelError, match=r"the model cache .* cannot be written .disk full.; make room"):
         models.resolve("tiny:40k", cache=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [folder.name]
 

@@ -35,6 +35,9 @@ CONFIG, TENSORS, BASE = "adapter_config.json", "adapter_model.safetensors", "ada
 FORMAT = 2
 """Version of what `start` writes into the cache; a change of the first draw or of the files raises it."""
 
+DRAW = 1
+"""Version of the first draw alone, in the address of its randomness."""
+
 
 class LoraOptions(BaseModel):
     """`[agents.adapter]`: low-rank adaptation. A linear map W becomes W + (alpha / rank) B A."""
@@ -124,7 +127,7 @@ def start(base: Path, spec: str, options: LoraOptions, *, at: tuple[str | int, .
         tensors: dict[str, Tensor] = {}
         for path, (inner, outer) in maps.items():
             if path.rpartition(".")[2] in targets:
-                u = keyed.uniforms([keyed.key("lora", FORMAT, *at, path)], options.rank * inner)[0]
+                u = keyed.uniforms([keyed.key("lora", DRAW, *at, path)], options.rank * inner)[0]
                 a = torch.from_numpy((2.0 * u - 1.0) / inner**0.5).float().reshape(options.rank, inner)
                 tensors[_name(path, "lora_A")], tensors[_name(path, "lora_B")] = a, torch.zeros(outer, options.rank)
         save_file(tensors, folder / TENSORS, metadata={"format": "pt"})
