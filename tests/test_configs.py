@@ -454,9 +454,9 @@ REFUSED: Mapping[str, tuple[list[tuple[str, object]], list[str]]] = {
     "probe prompts that certify nothing": ([("gate.require_certified", True)], ["64 probe prompts", "459 or more"]),
     "more informative groups than an update has": (
         [("algorithm.min_informative", 99)],
-        ["min_informative = 99", "can have 16"],
+        ["min_informative = 99", "can have 96"],
     ),
-    "more inner steps than groups": ([("algorithm.inner_steps", 99)], ["inner_steps = 99", "can have 16"]),
+    "more inner steps than groups": ([("algorithm.inner_steps", 99)], ["inner_steps = 99", "can have 32"]),
     "a rate that is no number": ([("agents.lr", float("inf"))], ["agents.0.lr", "finite"]),
     "penalty bounds the wrong way round": (
         [("algorithm.penalty", {"start": 0.0, "low": 5.0, "high": 1.0})],

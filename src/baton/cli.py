@@ -350,14 +350,6 @@ def _again(arguments: argparse.Namespace, target: Path, *, resume: bool) -> str:
 # ---- inspect, episodes -----------------------------------------------------------------------------------------
 
 
-def _open(path: str) -> run.Run:
-    """A run directory that is there; one that is not is bad input."""
-    try:
-        return run.open_run(path)
-    except RunError as error:
-        raise ConfigError(str(error)) from None
-
-
 def _of_stage(found: Sequence[Record], stage: int | None) -> list[Record]:
     return [record for record in found if stage is None or record["stage"] == stage]
 
@@ -370,7 +362,7 @@ def _require_stage(updates: Sequence[Record], stage: int | None, path: str) -> N
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    opened = _open(arguments.run)
+    opened = run.open_run(arguments.run)
     start, updates = opened.start, opened.updates
     stages = opened.records("stage")
     _require_stage(updates, arguments.stage, arguments.run)
@@ -398,7 +390,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _episodes(arguments: argparse.Namespace) -> int:
-    opened = _open(arguments.run)
+    opened = run.open_run(arguments.run)
     agents = [agent.name for agent in opened.config.agents]
     if arguments.agent is not None and arguments.agent not in agents:
         raise ConfigError(f"--agent {arguments.agent}: {arguments.run} has no such agent; it has {', '.join(agents)}")
@@ -472,7 +464,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    opened = _open(arguments.run)
+    opened = run.open_run(arguments.run)
     target = Path(arguments.output) if arguments.output else opened.path / "report.html"
     pages.check_target(target)
     size = pages.save(target, pages.report(opened.path))

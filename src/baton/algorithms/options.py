@@ -278,11 +278,15 @@ class SatOptions(_Options):
                     f"episodes = {self.episodes} is no multiple of {size}, and episodes = prompts x group "
                     f"(group = {group}); nearest: {' or '.join(map(str, near))}"
                 )
-            # Against the whole batch, prompts on either side of its mean count: at most half of them.
-            most = self.episodes // size // (2 if self.objective.choice.baseline == "batch_mean" else 1)
-            for name, value in (("min_informative", self.min_informative), ("inner_steps", self.inner_steps)):
-                if value > max(most, 1):
-                    raise ValueError(f"{name} = {value}: an update of {self.episodes} episodes can have {most}; lower it")
+        groups = self.episodes // (4 if self.group == "auto" else self.group)
+        # Too few are drawn again up to three times in all; against the whole batch, those on the smaller side of its mean.
+        most = max(1, 3 * groups // (2 if self.objective.choice.baseline == "batch_mean" else 1))
+        for name, value, bound in (
+            ("min_informative", self.min_informative, most),
+            ("inner_steps", self.inner_steps, groups),
+        ):
+            if value > bound:
+                raise ValueError(f"{name} = {value}: an update of {self.episodes} episodes can have {bound}; lower it")
         return self
 
 
