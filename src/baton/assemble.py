@@ -115,8 +115,8 @@ class LocalCrew:
             )
             for name in learners
         }
-        trained = {name: models.describe(folders[name]).parameters for name in learners}
-        self.leaving = frozenset(name for name in learners if leaves(config, trained[name]))
+        sizes = {name: models.describe(_whole(folders[name])).parameters for name in learners}
+        self.leaving = frozenset(name for name in learners if leaves(config, sizes[name]))
 
     @property
     def is_exact(self) -> bool:
@@ -204,17 +204,18 @@ def devices_of(config: Config) -> dict[AgentId, torch.device]:
     return {a.name: torch.device("cpu") if tables else local.device_of(a.device) for a in config.agents}
 
 
+def _whole(folder: Path) -> Path:
+    """The folder of the model, where this one holds an adapter of it."""
+    return adapters.base_of(folder) if adapters.is_adapter(folder) else folder
+
+
 def _loaded(config: Config, folders: Mapping[AgentId, Path]) -> dict[torch.device, list[int]]:
     """Parameters of each model that these folders put on each device; a base that adapters share counts once."""
     devices = devices_of(config)
     found: dict[torch.device, dict[Path | AgentId, Path]] = {}
     for name, folder in folders.items():
-        place = found.setdefault(devices[name], {})
-        if adapters.is_adapter(folder):
-            base = adapters.base_of(folder)
-            place[base] = base
-        else:
-            place[name] = folder
+        whole = _whole(folder)
+        found.setdefault(devices[name], {})[name if whole == folder else whole] = whole
     return {device: [models.describe(folder).parameters for folder in place.values()] for device, place in found.items()}
 
 
@@ -234,14 +235,14 @@ def compute(config: Config, folders: Mapping[AgentId, Path], device: torch.devic
 
 
 def leaves(config: Config, parameters: int) -> bool:
-    """Whether a learner of so many trained parameters leaves memory between its updates."""
+    """Whether the learner of a model (or base) of so many parameters leaves memory between its updates."""
     resting = config.engine.resting
     return resting == "disk" or (resting == "auto" and parameters >= RESTS_FROM)
 
 
 RESTS_FROM = 20_000_000
-"""Trained parameters from which a learner rests on disk where the config says auto. Below, it takes less than a quarter of a
-GB (masters, moments, a copy of both), and reading it again would cost tiny models more than their update."""
+"""Parameters of a model from which its learner rests on disk where the config says auto. Below, it takes less than half a
+GB, and an update is so short that reading it again would show."""
 
 
 def save_model(folder: Path, weights: Weights, *, source: Path) -> None:

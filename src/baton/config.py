@@ -130,7 +130,7 @@ class EngineOptions(_Options):
     micro_tokens: int = Field(default=4096, ge=1, description="padded tokens per training micro-batch")
     resting: Literal["auto", "keep", "disk"] = Field(
         default="auto",
-        description="learners between their updates: keep them, or read them from disk; auto: disk from 20M trained weights",
+        description="learners between their updates: keep, or read from disk; auto: disk for models from 20M parameters",
     )
     threads: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         default="auto", description="CPU threads; auto: 1 for teams below 5M parameters an agent, else all cores"

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import ctypes
 import inspect
 import math
 import os
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -50,11 +52,15 @@ from baton.types import (
 Compute = Literal["float32", "bfloat16"]
 Rounding = Literal["nearest"]
 
-CHUNK = 2**25
-"""Most elements of one [states, vocabulary] tensor (128 MB in fp32) where laws are rebuilt and compared."""
+CHUNK = 2**23
+"""Most elements of one [states, vocabulary] tensor (32 MB in fp32) where laws are rebuilt and compared, six at a time."""
 
 BF16_PAYS_FROM = 20_000_000
 """Parameters from which bf16 autocast trains faster than fp32 on a CPU that has bf16 products."""
+
+GIVES_BACK_FROM = 20_000_000
+"""Parameters of the network from which memory freed before and in a step goes back to the system: the allocator would keep
+most of it (0.8 GB at 135M) beside what is taken next."""
 
 
 # ---- one model, one way to its laws ----------------------------------------------------------------------------
@@ -640,6 +646,7 @@ class LocalLearner:
         self._masters = self._train.masters()
         self._serve = self._train
         self._head_copy: tuple[Tensor, Tensor | None] | None = None
+        self._is_large = sum(p.numel() for p in self._train.model.parameters()) >= GIVES_BACK_FROM
         if serve_dtype != torch.float32 and not is_adapter:
             self._serve = _Net(folder, dtype=serve_dtype, device=self.device)
             self._serve.model.requires_grad_(False)
@@ -701,6 +708,7 @@ class LocalLearner:
         denominator = objective.denominator(tokens)
         keep_BT = self._keep(batch, objective) if objective.needs_batch else None
         starts, counts = _state_ranges(tokens)
+        self._give_back()
         self._optimizer.zero_grad(set_to_none=True)
         loss = 0.0
         diagnostics: Counter[str] = Counter()
@@ -739,6 +747,7 @@ class LocalLearner:
         for name, tensor in self._masters.items():
             if not bool(torch.isfinite(tensor).all()):
                 raise NonFiniteError(f"weight {name} of '{self.agent}' is not finite after the step; restore the snapshot")
+        self._give_back()
         return StepReport(loss=loss, grad_norm=norm, diagnostics=dict(diagnostics))
 
     def score_gradients(self, batch: AdvantageBatch) -> tuple[Float[Tensor, " P"], Float[Tensor, " P"]]:
@@ -917,6 +926,12 @@ class LocalLearner:
                     "exp_avg": snapshot.moments[f"exp_avg.{name}"].to(self.device, copy=True),
                     "exp_avg_sq": snapshot.moments[f"exp_avg_sq.{name}"].to(self.device, copy=True),
                 }
+
+    def _give_back(self) -> None:
+        """Free pages of the heap go back to the system (glibc's; elsewhere nothing happens)."""
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if self._is_large and sys.platform == "linux" else None
+        if trim is not None:
+            trim(0)
 
     @torch.no_grad()
     def _round(self) -> None:
