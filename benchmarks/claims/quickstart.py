@@ -2,6 +2,7 @@
 
 Trains configs/quickstart.toml, evaluates the team on its held-out test prompts beside the proven caps, with each seat
 replaced by chance, and ends with one JSON line. Exit 0 only if the bar holds: .95, in 4 of 5 seeds where five are run.
+`--keep DIR` keeps the runs there with every promoted version, for `baton verify`; a second call goes on where the first was ended.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -37,7 +39,8 @@ def one_seed(
     config = baton.load_config(config_file, overrides)
     began = time.monotonic()
     with Console(sys.stdout, stages=config.algorithm.stages, agents=[a.name for a in config.agents]) as console:
-        run: Run = baton.train(config_file, run=run_folder, overrides=overrides, reporter=console)
+        begun = (run_folder / "config.toml").exists()
+        run: Run = baton.train(config_file, run=run_folder, resume=begun, overrides=overrides, reporter=console)
         minutes = (time.monotonic() - began) / 60
         report = baton.evaluate(run.path, baselines=baselines, reporter=console)
     print(f"\nseed {seed}: training {minutes:.1f} minutes, {len(run.updates)} updates, {report['prompts']} test prompts")
@@ -57,6 +60,16 @@ def one_seed(
         "prompts": report["prompts"],
         "rows": report["rows"],
     }
+
+
+@contextmanager
+def runs_folder(keep: Path | None) -> Iterator[tuple[Path, list[str]]]:
+    """Where the runs of a claim go, and the overrides that this needs: a folder that stays, or one that goes with the claim."""
+    if keep is not None:
+        yield keep, ["checkpoint.keep_promoted=all"]
+        return
+    with tempfile.TemporaryDirectory(prefix="baton-claim-") as name:
+        yield Path(name), []
 
 
 def install_minutes() -> float | None:
@@ -98,12 +111,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="first seed")
     parser.add_argument("--seeds", type=at_least_one, default=1, help="how many seeds, counted up from --seed")
     parser.add_argument("--quick", action="store_true", help="4 stages: shows that it runs, not what it reaches")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the runs in DIR")
     args = parser.parse_args()
     short = ["algorithm.stages=4", "eval.episodes=200", *(f"agents.{i}.warm_start.steps=60" for i in range(3))]
     quick = short if args.quick else []
-    with tempfile.TemporaryDirectory(prefix="baton-quickstart-") as name:
+    with runs_folder(args.keep) as (folder, extra):
         seeds = range(args.seed, args.seed + args.seeds)
-        results = [one_seed(CONFIG, seed, Path(name) / f"seed-{seed}", quick) for seed in seeds]
+        results = [one_seed(CONFIG, seed, folder / f"seed-{seed}", [*quick, *extra]) for seed in seeds]
     reached = sum(result["rows"][0]["value"] >= BAR for result in results)
     needed = args.seeds if args.seeds < 5 else args.seeds * 4 // 5
     bars: dict[str, tuple[Any, Any, bool]] = {"seeds at .95 or better": (reached, needed, reached >= needed)}

@@ -1,10 +1,11 @@
 """Three SmolLM2-135M learn the relay of names: `make smollm2` (SEED=3, SEEDS=1, QUICK=1).
 
-    python benchmarks/claims/smollm2.py [--quick] [--seed N] [--seeds N]
+    python benchmarks/claims/smollm2.py [--quick] [--seed N] [--seeds N] [--keep DIR]
 
 Trains configs/smollm2.toml, once a seed, and measures each team on held-out prompts beside its own start (paired), the
 proven caps, each seat replaced by chance, and the baselines; then configs/smollm2_gym.toml, the same team on a family of
-reasoning-gym, once. The last line is JSON; the exit code is 0 only if all bars hold. `--quick` shows that the relay runs.
+reasoning-gym, once. The last line is JSON; the exit code is 0 only if all bars hold. `--quick` shows that the relay runs. `--keep DIR` keeps the runs
+with every promoted version (6 GB a seed), for `baton verify`; a second call goes on where the first was ended.
 """
 
 from __future__ import annotations
@@ -12,11 +13,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from quickstart import ROOT, at_least_one, guarded, one_seed, where
+from quickstart import ROOT, at_least_one, guarded, one_seed, runs_folder, where
 
 RELAY, GYM = ROOT / "configs" / "smollm2.toml", ROOT / "configs" / "smollm2_gym.toml"
 SINGLE_CALL = 0.25
@@ -41,18 +41,19 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="first seed")
     parser.add_argument("--seeds", type=at_least_one, default=3, help="how many seeds of the relay, counted up from --seed")
     parser.add_argument("--quick", action="store_true", help="one tiny stage of one seed: shows that it runs")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the runs in DIR")
     args = parser.parse_args()
     overrides = QUICK if args.quick else []
     seeds = range(args.seed, args.seed + (1 if args.quick else args.seeds))
-    # A run of three such models takes 7 GB: one at a time.
     results: list[dict[str, Any]] = []
-    for seed in seeds:
-        with tempfile.TemporaryDirectory(prefix="baton-smollm2-") as name:
-            results.append(one_seed(RELAY, seed, Path(name) / "run", overrides, baselines=not args.quick))
     gym: list[dict[str, Any]] = []
+    for seed in seeds:
+        # A run of three such models takes 7 GB: a folder each, gone before the next begins.
+        with runs_folder(args.keep) as (folder, extra):
+            results.append(one_seed(RELAY, seed, folder / f"relay-{seed}", [*overrides, *extra], baselines=not args.quick))
     if not args.quick:
-        with tempfile.TemporaryDirectory(prefix="baton-smollm2-") as name:
-            gym.append(one_seed(GYM, args.seed, Path(name) / "run", []))
+        with runs_folder(args.keep) as (folder, extra):
+            gym.append(one_seed(GYM, args.seed, folder / f"gym-{args.seed}", extra))
     better = sum(row(r, "untrained team")["difference"][1] > 0 for r in results)
     above = sum(row(r, "team")["low"] > SINGLE_CALL for r in results)
     longest = max(r["rl_minutes"] for r in results)
