@@ -81,7 +81,7 @@ def compare(team: str, seed: int, quick: bool) -> dict[str, Any]:
             file = str(memory.write(Path(folder), TEAMS[team], 3, seed=seed, quick=True))
         own = str(Path(folder) / "cache")
         in_its_own_process([__file__, "--find", file, *changed], own)
-        planned = in_its_own_process(["-m", "baton.cli", "plan", file, "--json", *settings], own)
+        planned = in_its_own_process(["-m", "baton", "plan", file, "--json", *settings], own)
         shown = in_its_own_process([__file__, "--train", file, str(Path(folder) / "run"), *changed], own)
         disk = occupied(Path(folder) / "run")
     rows = {

@@ -2,7 +2,8 @@
 
 Trains configs/quickstart.toml, evaluates the team on its held-out test prompts beside the proven caps, with each seat
 replaced by chance, and ends with one JSON line. Exit 0 only if the bar holds: .95, in 4 of 5 seeds where five are run.
-`--keep DIR` keeps the runs there with every promoted version, for `baton verify`; a second call goes on where the first was ended.
+`--keep DIR` keeps the runs there with every promoted version, for `baton verify`; a second call goes on where the first
+was ended.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def one_seed(
 
 @contextmanager
 def runs_folder(keep: Path | None) -> Iterator[tuple[Path, list[str]]]:
-    """Where the runs of a claim go, and the overrides that this needs: a folder that stays, or one that goes with the claim."""
+    """Where the runs of a claim go, and the overrides that this needs: a folder that stays, or one that is removed."""
     if keep is not None:
         yield keep, ["checkpoint.keep_promoted=all"]
         return

@@ -4,8 +4,9 @@
 
 Trains configs/smollm2.toml, once a seed, and measures each team on held-out prompts beside its own start (paired), the
 proven caps, each seat replaced by chance, and the baselines; then configs/smollm2_gym.toml, the same team on a family of
-reasoning-gym, once. The last line is JSON; the exit code is 0 only if all bars hold. `--quick` shows that the relay runs. `--keep DIR` keeps the runs
-with every promoted version (6 GB a seed), for `baton verify`; a second call goes on where the first was ended.
+reasoning-gym, once. The last line is JSON; the exit code is 0 only if all bars hold. `--quick` shows that the relay runs.
+`--keep DIR` keeps the runs with every promoted version (6 GB a seed), for `baton verify`; a second call goes on where the
+first was ended.
 """
 
 from __future__ import annotations

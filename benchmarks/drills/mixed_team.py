@@ -70,7 +70,7 @@ def main() -> int:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="baton-mixed-") as name:
         folder = Path(name) / "run"
-        words = [sys.executable, "-m", "baton.cli", "train", str(CONFIG), "--run", str(folder)]
+        words = [sys.executable, "-m", "baton", "train", str(CONFIG), "--run", str(folder)]
         for override in overrides:
             words += ["--set", override]
         first = subprocess.Popen(words, stdout=subprocess.DEVNULL)

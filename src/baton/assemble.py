@@ -37,7 +37,7 @@ from baton.envs.env import Env
 from baton.envs.grading import GraderPool
 from baton.envs.jsonl import load_dialogues
 from baton.envs.splits import Splits, split
-from baton.errors import ConfigError, ModelError, TaskFault
+from baton.errors import ConfigError, DataError, ModelError, TaskFault
 from baton.protocols import RouterOptions, TeamProtocol
 from baton.records import plain, stored, write_folder
 from baton.resting import Resting
@@ -201,7 +201,10 @@ def crew(config: Config, folders: Mapping[AgentId, Path], *, learners: Sequence[
 def devices_of(config: Config) -> dict[AgentId, torch.device]:
     """Where each agent's sampler and learner work. Raises ModelError where a named device does not exist."""
     tables = config.engine.name == "table"
-    return {a.name: torch.device("cpu") if tables else local.device_of(a.device) for a in config.agents}
+    return {
+        a.name: torch.device("cpu") if tables else local.device_of(a.device, key=f"agents.{a.name}.device")
+        for a in config.agents
+    }
 
 
 def _whole(folder: Path) -> Path:
@@ -317,6 +320,22 @@ def game(config: Config, *, root: Path) -> tuple[Env, TeamProtocol]:
     if isinstance(config.protocol, RouterOptions) and config.protocol.rule != "mention":
         rule = user_code(config.protocol.rule, key="protocol.rule", root=root)
     return env, protocols.build(config.protocol, [agent.name for agent in config.agents], rule=rule)
+
+
+def check_names(config: Config, *, root: Path) -> None:
+    """Devices, models and files of demonstrations that the config names, as far as this machine knows without a network.
+
+    Raises:
+        ConfigError, DataError, ModelError: the first that is not there.
+    """
+    devices_of(config)
+    for agent in config.agents:
+        if config.engine.name == "local" and not agent.is_remote:
+            models.check(agent.model, asks_hub=False)
+        if agent.lora:
+            adapters.require_peft()
+        if agent.warm_start is not None and agent.warm_start.source != "env":
+            load_dialogues(root / agent.warm_start.source)
 
 
 def prompt_sets(config: Config, env: Env) -> Splits:
@@ -485,9 +504,22 @@ def table(plan: Plan, sampler: Sampler, pool: GraderPool | None) -> Table:
     )
 
 
-def grader_pool(plan: Plan) -> GraderPool | None:
-    """Worker processes for graders that can hang; None where grading is a line of our own arithmetic."""
-    return GraderPool() if plan.env.is_isolated else None
+def grader_pool(plan: Plan, *, check: Callable[[], None] = lambda: None) -> GraderPool | None:
+    """Worker processes for graders that can hang; None where grading is a line of our own arithmetic. `check` is called
+    while one waits, and may raise."""
+    return GraderPool(check=check) if plan.env.is_isolated else None
+
+
+def check_grader(plan: Plan, pool: GraderPool | None) -> None:
+    """Grade one answer before a model loads: code that fails on the task's own answer fails on every other.
+
+    Raises:
+        DataError: names the task and what went wrong.
+    """
+    task = plan.splits.train[0]
+    (outcome,) = grader(plan, pool)([(task, task.answer)])
+    if isinstance(outcome, Failed):
+        raise DataError(f"task {task.id} and its own answer {task.answer[:80]!r} cannot be graded: {outcome.reason}")
 
 
 # ---- warm starts -----------------------------------------------------------------------------------------------
@@ -563,7 +595,7 @@ def start_folder(
     if plan.config.engine.name != "local":
         raise ConfigError(f"agents.{agent.name}.warm_start: tables start from zeros; remove it")
     rows = dialogues(plan, index)
-    device = local.device_of(agent.device)
+    device = local.device_of(agent.device, key=f"agents.{agent.name}.device")
     precision = compute(plan.config, {agent.name: source}, device)
     lr = 3.0 * plan.lr(agent) if options.lr == "auto" else options.lr
     seed: tuple[str | int, ...] = (plan.config.seed, "warm start", options.seats)

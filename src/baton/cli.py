@@ -33,11 +33,12 @@ from baton import assemble, doctor, records, run, trackers
 from baton import config as configs
 from baton import console as show
 from baton import plan as planning
+from baton.audit import verify
 from baton.errors import BatonError, ConfigError, DataError, Interrupted, ModelError, RunError
-from baton.evaluate import evaluate, evaluate_model
+from baton.evaluation import evaluate, evaluate_model
+from baton.journal import Run, open_run
 from baton.records import Record
 from baton.ui import report as pages
-from baton.verify import verify
 
 FAILED, BAD_INPUT, STALLED, INTERRUPTED, NO_READER = 1, 2, 3, 130, 141
 
@@ -318,10 +319,10 @@ def _train(arguments: argparse.Namespace) -> int:
             ending = run.train(
                 arguments.config, run=target, resume=arguments.resume, overrides=arguments.set, reporter=reporter
             ).ending
-        except (Interrupted, KeyboardInterrupt):
+        except Interrupted:
             ending = "interrupted"
     result: Record = {"kind": "summary", "run": str(target), "ending": ending}
-    result |= show.summary(run.Run(target).updates, agents)
+    result |= show.summary(Run(target).updates, agents)
     if ending == "interrupted":
         # Before the resolved config is written there is nothing to resume: the same command then starts the run.
         has_begun = (target / "config.toml").is_file()
@@ -362,7 +363,7 @@ def _require_stage(updates: Sequence[Record], stage: int | None, path: str) -> N
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    opened = run.open_run(arguments.run)
+    opened = open_run(arguments.run)
     start, updates = opened.start, opened.updates
     stages = opened.records("stage")
     _require_stage(updates, arguments.stage, arguments.run)
@@ -390,7 +391,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _episodes(arguments: argparse.Namespace) -> int:
-    opened = run.open_run(arguments.run)
+    opened = open_run(arguments.run)
     agents = [agent.name for agent in opened.config.agents]
     if arguments.agent is not None and arguments.agent not in agents:
         raise ConfigError(f"--agent {arguments.agent}: {arguments.run} has no such agent; it has {', '.join(agents)}")
@@ -424,8 +425,7 @@ def _episodes(arguments: argparse.Namespace) -> int:
     return 0
 
 
-# ---- evaluate, report, doctor ----------------------------------------------------------------------------------
-# ---- evaluate, verify, doctor ------------------------------------------------------------------------------------------
+# ---- evaluate, report, verify, doctor --------------------------------------------------------------------------
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
@@ -437,6 +437,8 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     for name, is_set in (("--no-baselines", arguments.no_baselines), ("--full-information", arguments.full_information)):
         if not is_run and is_set:
             raise ConfigError(f"{name} is for runs; a model is measured alone")
+    if arguments.no_baselines and arguments.full_information:
+        raise ConfigError("--full-information is one of the baselines that --no-baselines leaves out; drop one of the two")
     with show.Console(sys.stderr) as console:
         if is_run:
             report = evaluate(
@@ -464,7 +466,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    opened = run.open_run(arguments.run)
+    opened = open_run(arguments.run)
     target = Path(arguments.output) if arguments.output else opened.path / "report.html"
     pages.check_target(target)
     size = pages.save(target, pages.report(opened.path))
@@ -509,8 +511,10 @@ def _config(arguments: argparse.Namespace) -> int:
         return 0
     config = configs.load(arguments.config, arguments.set)
     trackers.check(config.track)
-    env, _ = assemble.game(config, root=Path(arguments.config).resolve().parent)
+    root = Path(arguments.config).resolve().parent
+    env, _ = assemble.game(config, root=root)
     assemble.prompt_sets(config, env)
+    assemble.check_names(config, root=root)
     if arguments.json:
         print(show.to_json(config.model_dump(mode="json"), indent=2))
     else:

@@ -199,6 +199,11 @@ class Config(_Options):
     @model_validator(mode="after")
     def _whole(self) -> Config:
         names = [agent.name for agent in self.agents]
+        for name in names:
+            if name in ("system", "user", "assistant"):
+                raise ValueError(
+                    f"agents: the name '{name}' is a role of every chat and would be read as one; choose another"
+                )
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"agents: the name '{twice[0]}' is used {names.count(twice[0])} times; give each its own")
@@ -283,6 +288,7 @@ def parse(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     for override in overrides:
         _override(merged, override)
     _refuse_known(merged)
+    _refuse_conversions(merged)
     try:
         return Config.model_validate(merged)
     except ValidationError as error:
@@ -358,6 +364,48 @@ def _refuse_known(tree: Mapping[str, Any]) -> None:
         section = tree.get("eval")
         if isinstance(section, Mapping) and cast("Mapping[str, Any]", section).get(name):
             raise UnsupportedError(f"eval.{name}: paired evaluation is not implemented in this version; set it to 0")
+
+
+def _refuse_conversions(tree: Mapping[str, Any]) -> None:
+    """A switch is no number and a text is neither, however pydantic would read them."""
+    kinds: dict[str, set[type]] = {}
+    for path, field, _ in _fields(Config):
+        kinds.setdefault(path, set()).update(_scalars(field.annotation))
+    for place, value in _leaves(tree):
+        allowed = kinds.get(re.sub(r"\.\d+(?=\.|$)", "", place), {object})
+        is_odd = (isinstance(value, bool) and allowed & {int, float}) or (
+            isinstance(value, str) and allowed & {bool, int, float}
+        )
+        if is_odd and not allowed & {type(value), object}:
+            wanted = " or ".join(_WORDS[kind] for kind in (bool, int, float) if kind in allowed)
+            raise ConfigError(f"{place} = {_toml(value)}: give {wanted}")
+
+
+def _leaves(node: Any, at: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(node, Mapping):
+        inner = cast("Mapping[str, Any]", node).items()
+    elif isinstance(node, list):
+        inner = enumerate(cast("list[Any]", node))
+    else:
+        yield at, node
+        return
+    for name, value in inner:
+        yield from _leaves(value, f"{at}.{name}" if at else str(name))
+
+
+def _scalars(annotation: Any) -> set[type]:
+    """The kinds of value that an annotation allows outside tables; `object` where it allows anything."""
+    if annotation in (bool, int, str):
+        return {annotation}
+    if annotation is float:
+        return {int, float}
+    if get_origin(annotation) is Literal:
+        return {type(choice) for choice in get_args(annotation)}
+    if get_origin(annotation) is Annotated:
+        return _scalars(get_args(annotation)[0])
+    if get_origin(annotation) is dict:
+        return {object}
+    return {kind for inner in get_args(annotation) for kind in _scalars(inner)}
 
 
 # ---- explaining ------------------------------------------------------------------------------------------------
@@ -486,7 +534,10 @@ def explain(name: str = "") -> list[Key]:
             kind = ", ".join(o.removeprefix(f"{key} = ") for o, _ in arms)
             what = "which table this is, and so which other keys it has."
             sentence = " ".join([what, *(f.description or "" for _, f in arms)])
-            default, only = "required", ""
+            # Where the whole table has a default, that names the choice.
+            table = Config.model_fields.get(key.rpartition(".")[0])
+            chosen = None if table is None else getattr(table.default, "name", None)
+            default, only = "required" if chosen is None else _toml(chosen), ""
         found.append(
             Key(path=key, sentence=sentence.strip(), kind=kind, default=default, unit=UNITS.get(key, ""), only=only)
         )
@@ -505,7 +556,7 @@ def _default(field: FieldInfo) -> str:
         return "a table of defaults"
     if isinstance(value, tuple):
         return f"[{', '.join(map(str, cast('tuple[object, ...]', value)))}]"
-    return "{}" if value == {} else tomli_w.dumps({"x": value}).removeprefix("x = ").strip()
+    return "{}" if value == {} else _toml(value)
 
 
 _WORDS: Mapping[Any, str] = {bool: "true or false", int: "whole number", float: "number", str: "text"}
@@ -574,8 +625,8 @@ def _line(loc: tuple[int | str, ...], kind: str, message: str, value: object, tr
     path = _dotted(loc, tree, is_absent=kind == "missing")
     if kind == "extra_forbidden":
         return f"{path}: unknown key{_nearest(path)}"
-    if kind in ("union_tag_invalid", "union_tag_not_found") and path in _CHOICES:
-        name = cast("Mapping[str, Any]", value).get("name") if isinstance(value, Mapping) else None
+    if kind in ("union_tag_invalid", "union_tag_not_found") and path in _CHOICES and isinstance(value, Mapping):
+        name = cast("Mapping[str, Any]", value).get("name")
         said = f"{path}.name: this key is required" if name is None else f"{path}.name = {name!r}: unknown"
         return f"{said}; it is one of {_CHOICES[path]}"
     if kind == "missing":
@@ -583,8 +634,19 @@ def _line(loc: tuple[int | str, ...], kind: str, message: str, value: object, tr
     message = message.removeprefix("Value error, ")
     if kind == "value_error":
         return f"{path}: {message}" if path else message
-    shown = repr(value) if not isinstance(value, dict | list | tuple) else "this table"
-    return f"{path} = {shown}: {message[0].lower()}{message[1:]}"
+    if isinstance(value, dict | list | tuple):
+        return f"{path} = this table: {message[0].lower()}{message[1:]}"
+    if kind in ("model_type", "model_attributes_type", "tuple_type") or (kind.startswith("union_tag") and path in _CHOICES):
+        return f"{path} = {_toml(value)}: {path} is a {'list of tables' if kind == 'tuple_type' else 'table'}, not a value"
+    return f"{path} = {_toml(value)}: {message[0].lower()}{message[1:]}"
+
+
+def _toml(value: object) -> str:
+    """A value as the file spells it."""
+    try:
+        return tomli_w.dumps({"x": value}).removeprefix("x = ").strip()
+    except TypeError:
+        return repr(value)
 
 
 def _dotted(loc: tuple[int | str, ...], tree: Mapping[str, Any], *, is_absent: bool) -> str:
@@ -607,7 +669,8 @@ def _nearest(path: str) -> str:
     known = [k for k, _, _ in keys()]
     plain = re.sub(r"\.\d+", "", path)
     if plain in known:  # of another member of a union
-        return f"; another {plain.rsplit('.', 1)[0]}.name has it, this one has not"
+        others = dict.fromkeys(only for key, _, only in _fields(Config) if key == plain)
+        return f"; it belongs to {' and to '.join(others)}"
     if plain.replace("-", "_") in known:
         return f"; keys are written with underscores: {plain.replace('-', '_')}"
     leaf = plain.rsplit(".", 1)[-1]

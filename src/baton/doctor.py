@@ -22,8 +22,8 @@ from baton.core import batching, losses
 from baton.core.keyed import key
 from baton.engines import local, models
 from baton.engines.engine import Completion, Request
+from baton.host import Reporter, Silent, complete
 from baton.records import Record
-from baton.run import Reporter, Silent, complete
 from baton.types import AdvantageBatch, Episode, Message, Scored, Turn
 
 Status = Literal["ok", "warn", "fail"]

@@ -18,6 +18,11 @@ The message of each names the thing, the value, the bound and the remedy.
 """
 
 
+def cause(error: BaseException) -> str:
+    """An exception of somebody else's code on one line, its type first: what a message of ours quotes."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
 class BatonError(Exception):
     """The root: `except BatonError` catches everything that baton raises on purpose."""
 

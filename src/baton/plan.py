@@ -50,10 +50,12 @@ from baton.engines.adapters import LoraOptions
 from baton.engines.engine import Request, Sampler, ScoreRequest
 from baton.engines.table import symbols_of
 from baton.errors import ConfigError
+from baton.host import Reporter, Silent, complete
+from baton.journal import Run, kept_files, saved_state
 from baton.protocols import Router
 from baton.records import Record
 from baton.rollout import Seat
-from baton.run import START_PROMPTS, Reporter, Run, Silent, complete, kept_files, saved_state
+from baton.run import START_PROMPTS
 from baton.team import update_order
 from baton.types import AdvantageBatch, AgentId, Episode, Scored, Task, TokenBatch, TokenIds, Turn, Weights
 

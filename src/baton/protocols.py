@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol, assert_never
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from baton.core.keyed import Key, choice
-from baton.errors import ConfigError, TaskFault
+from baton.errors import ConfigError, TaskFault, cause
 from baton.types import AgentId, Message, Task, Turn
 
 
@@ -265,7 +265,7 @@ class Router:
         try:
             picked: Any = self.rule(task, tuple(turns), self.agents)
         except (Exception, SystemExit) as error:  # the documented edge: what user code raises is its own failure
-            raise TaskFault(f"{name} raised {type(error).__name__}: {error}") from error
+            raise TaskFault(f"protocol.rule = '{name}' raised {cause(error)}") from error
         if picked is None and turns:
             return ()
         if not isinstance(picked, int) or isinstance(picked, bool) or not 0 <= picked < len(self.agents):

@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import json
+import math
 import os
 import re
 import shutil
@@ -37,8 +38,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from baton.algorithms.acceptance import ReplaySums
-from baton.algorithms.sat import AgentState, Evidence, Position, StageEntry, StagePlan
-from baton.errors import RunError
+from baton.algorithms.state import AgentState, Evidence, Position, StageEntry, StagePlan
+from baton.errors import RunError, cause
 from baton.team import Member, Team
 from baton.types import Episode, Failed, GateRecord, Outcome, Scored, Snapshot, TokenDivergence, Truncated, Turn
 
@@ -139,6 +140,31 @@ def append_record(path: Path, record: Record) -> None:
             os.fsync(handle.fileno())
         if is_new:
             sync_folder(path.parent)
+
+
+def differences(one: Any, other: Any, at: str = "", *, relative: float = 0.0) -> list[tuple[str, Any, Any]]:
+    """(dotted path, one, other) wherever two JSON values differ; numbers by more than `relative` of the larger one."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        left, right = cast("Record", one), cast("Record", other)
+        absent = "(absent)"
+        return [
+            found
+            for name in [*left, *(n for n in right if n not in left)]
+            for found in differences(
+                left.get(name, absent), right.get(name, absent), f"{at}.{name}" if at else name, relative=relative
+            )
+        ]
+    if isinstance(one, list) and isinstance(other, list):
+        ours, theirs = cast("list[Any]", one), cast("list[Any]", other)
+        if len(ours) == len(theirs):
+            pairs = enumerate(zip(ours, theirs, strict=True))
+            return [f for i, (a, b) in pairs for f in differences(a, b, f"{at}.{i}" if at else str(i), relative=relative)]
+    numbers = (int, float)
+    if isinstance(one, numbers) and isinstance(other, numbers) and not isinstance(one, bool):
+        same = one == other or (relative > 0.0 and math.isclose(one, other, rel_tol=relative, abs_tol=1e-15))
+    else:
+        same = type(one) is type(other) and one == other
+    return [] if same else [(at, one, other)]
 
 
 def read_records(path: Path) -> list[Record]:
@@ -245,13 +271,13 @@ class Stored(Mapping[str, Tensor]):
 
     def __init__(self, path: Path, prefix: str) -> None:
         self.path, self.prefix = path, prefix
-        with safe_open(path, "pt") as file:
+        with _reading(path), safe_open(path, "pt") as file:
             self._names = frozenset(k.removeprefix(prefix) for k in file.keys() if k.startswith(prefix))  # noqa: SIM118
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._names:
             raise KeyError(name)
-        with safe_open(self.path, "pt") as file:
+        with _reading(self.path), safe_open(self.path, "pt") as file:
             return file.get_tensor(self.prefix + name)
 
     def __iter__(self) -> Iterator[str]:
@@ -263,14 +289,24 @@ class Stored(Mapping[str, Tensor]):
 
 def stored(path: Path, prefix: str = "") -> Mapping[str, Tensor]:
     """The tensors of a file whose names begin with `prefix`, by the rest of their names."""
-    if path.stat().st_size > READ_WHOLE:
-        return Stored(path, prefix)
-    return {k.removeprefix(prefix): v for k, v in load_file(path).items() if k.startswith(prefix)}
+    with _reading(path):
+        if path.stat().st_size > READ_WHOLE:
+            return Stored(path, prefix)
+        return {k.removeprefix(prefix): v for k, v in load_file(path).items() if k.startswith(prefix)}
+
+
+@contextmanager
+def _reading(path: Path) -> Generator[None]:
+    """Raises RunError where a file of tensors is missing, cut off or damaged."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"{path} cannot be read ({cause(error)}); restore it from a copy of the run") from error
 
 
 def moment_names(path: Path) -> frozenset[str]:
     """Which moments a training file holds; no tensor is read."""
-    with safe_open(path, "pt") as file:
+    with _reading(path), safe_open(path, "pt") as file:
         return frozenset(k.removeprefix("moment.") for k in file.keys() if k.startswith("moment."))  # noqa: SIM118
 
 

@@ -5,46 +5,44 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import platform
-import signal
-import threading
 import time
-from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version as package_version
 from pathlib import Path
-from types import FrameType
-from typing import Any, Protocol, TypeVar, cast
-
-import torch
 
 from baton import assemble, protocols, records
 from baton.algorithms import sat
 from baton.algorithms.acceptance import Trainee, check_floor
+from baton.algorithms.episodes import draw_prompts
 from baton.algorithms.options import KNOBS, resolve_group
-from baton.algorithms.sat import (
-    AgentState,
-    Evidence,
-    Position,
-    StageEntry,
-    StageReport,
-    UpdateReport,
-    World,
-)
+from baton.algorithms.state import AgentState, Ending, Position, World
 from baton.algorithms.warm_start import WarmStartRecord
 from baton.assemble import Crew, Plan
-from baton.config import CheckpointOptions, Config
+from baton.config import Config
 from baton.config import load as load_config
 from baton.core import batching
 from baton.core.keyed import SAMPLE
 from baton.engines import local
 from baton.engines.engine import Learner
+from baton.envs.grading import GraderPool
 from baton.errors import BatonError, ConfigError, DataError, Interrupted, ModelError, RunError
+from baton.host import Reporter, Silent, Stop, complete, stoppable
+from baton.journal import (
+    Run,
+    RunJournal,
+    catch_up,
+    check_directory,
+    open_run,
+    put_to_rest,
+    resumed_config,
+    saved_state,
+    settle,
+)
 from baton.records import Record
 from baton.rollout import Play, Seat, Table
 from baton.team import Member, Team
@@ -55,374 +53,15 @@ from baton.types import (
     Episode,
     Failed,
     Outcome,
-    Snapshot,
     Task,
     TokenBatch,
     Trajectory,
     Turn,
-    Weights,
-    verdict_word,
 )
 
 START_PROMPTS = 64
 """Train prompts on which the start accuracy is measured (ALGORITHMS 2.2)."""
 START_EPISODES = "episodes/start.parquet"
-
-
-class Reporter(Protocol):
-    """What a person sees of a run while it runs."""
-
-    def say(self, text: str) -> None:
-        """One line worth keeping."""
-        ...
-
-    def progress(self, what: str, done: int, total: int, note: str = "") -> None:
-        """A long step is at `done` of `total`."""
-        ...
-
-    def update(self, record: Record) -> None:
-        """An agent update is complete."""
-        ...
-
-    def stage(self, record: Record) -> None: ...
-
-
-class Silent:
-    """A reporter that says nothing."""
-
-    def say(self, text: str) -> None:
-        """Nothing."""
-
-    def progress(self, what: str, done: int, total: int, note: str = "") -> None:
-        """Nothing."""
-
-    def update(self, record: Record) -> None:
-        """Nothing."""
-
-    def stage(self, record: Record) -> None:
-        """Nothing."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run directory as it lies on disk."""
-
-    path: Path
-
-    @property
-    def config(self) -> Config:
-        """The resolved config of the run."""
-        return load_config(self.path / "config.toml")
-
-    def records(self, kind: str | None = None) -> list[Record]:
-        """The lines of `stages.jsonl`, all or of one kind."""
-        found = records.read_records(self.path / "stages.jsonl")
-        return found if kind is None else [r for r in found if r["kind"] == kind]
-
-    @property
-    def start(self) -> Record:
-        """The line of the start. Raises RunError where the run never got that far."""
-        lines = self.records("start")
-        if not lines:
-            raise RunError(f"{self.path} holds no started run: stages.jsonl has no line of kind 'start'")
-        return lines[0]
-
-    @property
-    def updates(self) -> list[Record]:
-        return self.records("update")
-
-    @property
-    def position(self) -> Position:
-        """Where the run stands: after its last complete agent update."""
-        last = self.updates[-1] if self.updates else self.start
-        return records.read_position(last["position"])
-
-    @property
-    def ending(self) -> str | None:
-        """How the run last ended: finished, converged, stalled, interrupted; None while it runs or after a crash."""
-        last = self.records()
-        return str(last[-1]["ending"]) if last and last[-1]["kind"] == "end" else None
-
-    @property
-    def origins(self) -> dict[AgentId, Path]:
-        """Folder of version 0 of each agent whose weights are in the run; none for tables."""
-        if self.config.engine.name == "table":
-            return {}
-        return {name: self.folder(name, 0) for name in self.files}
-
-    @property
-    def files(self) -> dict[AgentId, Record]:
-        """Agent -> {weights, training, steps}: the files of its promoted version."""
-        last = self.updates[-1] if self.updates else self.start
-        return cast("dict[AgentId, Record]", last["files"])
-
-    def folder(self, agent: AgentId, version: int | None = None) -> Path:
-        """The folder of an agent's promoted version, or of an older one. Raises RunError where it was not kept."""
-        relative = self.files[agent]["weights"] if version is None else records.version_folder(agent, version)
-        folder = self.path / relative
-        if not folder.is_dir():
-            raise RunError(
-                f"{agent}@{version} is not kept in {self.path}; checkpoint.keep_promoted = 'all' keeps every version"
-            )
-        return folder
-
-
-def open_run(path: str | Path) -> Run:
-    """A run directory to read.
-
-    Raises:
-        RunError: there is none.
-    """
-    run = Run(Path(path))
-    if not (run.path / "config.toml").is_file():
-        raise RunError(f"{path} is no run directory: it has no config.toml")
-    return run
-
-
-# ---- stopping --------------------------------------------------------------------------------------------------
-
-
-class Stop:
-    """A request to stop, made by the first Ctrl-C (or SIGTERM) and obeyed at the next tick; the second one is final."""
-
-    def __init__(self, reporter: Reporter) -> None:
-        self.asked = False
-        self._reporter = reporter
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-        self.asked = True
-        self._reporter.say("stopping: the update in hand is dropped, everything before it is saved (again to stop at once)")
-
-    def check(self) -> None:
-        if self.asked:
-            raise Interrupted("stopped by the user")
-
-
-@contextmanager
-def stoppable(reporter: Reporter) -> Generator[Stop]:
-    """Turn the first Ctrl-C into an orderly stop while the block runs (outside the main thread, signals are the host's)."""
-    stop = Stop(reporter)
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-T = TypeVar("T")
-
-
-def complete(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end, also where an event loop is already running (a notebook)."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        # A loop of our own that leaves signals alone: Ctrl-C is `stoppable`'s.
-        loop = asyncio.new_event_loop()
-        try:
-            return loop.run_until_complete(work)
-        finally:
-            loop.run_until_complete(loop.shutdown_asyncgens())
-            loop.close()
-    box: list[T | BaseException] = []
-
-    def target() -> None:
-        try:
-            box.append(complete(work))
-        except BaseException as error:
-            box.append(error)
-
-    thread = threading.Thread(target=target)
-    thread.start()
-    thread.join()
-    result = box[0]
-    if isinstance(result, BaseException):
-        raise result
-    return result
-
-
-# ---- the journal -----------------------------------------------------------------------------------------------
-
-
-class RunJournal:
-    """Writes a run as it happens (see `records` for the layout)."""
-
-    def __init__(
-        self,
-        run: Run,
-        plan: Plan,
-        crew: Crew,
-        reporter: Reporter,
-        trackers: Trackers,
-        stop: Stop,
-        next_versions: dict[AgentId, int],
-    ) -> None:
-        self.run, self.plan, self.crew, self.reporter, self.stop = run, plan, crew, reporter, stop
-        self.trackers = trackers
-        self.journal = run.path / "stages.jsonl"
-        self.next_versions = next_versions
-        self.points: list[tuple[bool, dict[AgentId, Record]]] = []
-        """(can be resumed from, files) of every update so far."""
-        self._what, self._done = "", 0
-        self._prompts: dict[str, str] = {}
-
-    def begin(self, agent: AgentId, stage: int) -> int:
-        # Nobody is being updated here: whoever was since the last update leaves.
-        self.rest()
-        version = self.next_versions[agent]
-        self.next_versions[agent] = version + 1
-        records.append_record(self.journal, {"kind": "begin", "agent": agent, "stage": stage, "version": version})
-        return version
-
-    def rest(self) -> None:
-        put_to_rest(self.run, self.crew, self.points[-1][1])
-
-    def tick(self, what: str, total: int) -> None:
-        self.stop.check()
-        self._done = self._done + 1 if what == self._what and self._done < total else 1
-        self._what = what
-        self.reporter.progress(what, self._done, total)
-
-    def commit(
-        self, report: UpdateReport, evidence: Evidence, position: Position, promoted: tuple[Snapshot, Weights] | None
-    ) -> None:
-        self.stop.check()
-        files = dict(self.points[-1][1])
-        if promoted is not None:
-            files[report.agent] = self._save(report, promoted, files[report.agent])
-        name = f"{report.index:06d}-{report.agent}"
-        prompts = (
-            {t.id: t.prompt for t in (*self.plan.splits.train, *self.plan.splits.probe)}
-            if not self._prompts
-            else self._prompts
-        )
-        self._prompts = prompts
-        rows = records.episode_rows(evidence.episodes, use="train", prompts=prompts)
-        rows += records.episode_rows(evidence.probe, use="probe", prompts=prompts)
-        rows += records.episode_rows(evidence.ordering, use="order", prompts=prompts)
-        records.write_episodes(self.run.path / "episodes" / f"{name}.parquet", rows)
-        records.write_divergences(self.run.path / "divergences" / f"{name}.parquet", evidence)
-        record: Record = {
-            "kind": "update",
-            "word": verdict_word(report.verdict),
-            **cast("Record", records.plain(report)),
-            "to_version": report.to_version,
-            "time": time.time(),
-            "episodes_file": f"episodes/{name}.parquet",
-            "files": files,
-            "position": records.position_record(position),
-        }
-        records.append_record(self.journal, record)
-        is_resumable = not self.plan.config.algorithm.shares_episodes or not position.entries
-        self.points.append((is_resumable, files))
-        write_team(self.run, position, files)
-        self._prune()
-        self.reporter.update(record)
-        self.trackers.tell(record)
-
-    def _save(self, report: UpdateReport, promoted: tuple[Snapshot, Weights], before: Record) -> Record:
-        snapshot, weights = promoted
-        folder = self.run.path / "state" / report.agent
-        version = folder / f"v{report.candidate_version:05d}"
-        records.write_folder(version, lambda partial: self.crew.save(report.agent, partial, weights))
-        training = before["training"]
-        # A shrunk update keeps its moments (a table may have met new states), and masters that are served lie in the
-        # version folder already.
-        held = frozenset[str]() if training is None else records.moment_names(self.run.path / training)
-        with_masters = not self.crew.serves_masters(report.agent)
-        if held != frozenset(snapshot.moments) or snapshot.steps != before["steps"] or with_masters:
-            path = folder / f"training-{report.index:06d}.safetensors"
-            records.save_training(path, snapshot, with_masters=with_masters)
-            training = str(path.relative_to(self.run.path))
-        return {"weights": str(version.relative_to(self.run.path)), "training": training, "steps": snapshot.steps}
-
-    def stage(self, report: StageReport) -> None:
-        record: Record = {"kind": "stage", **cast("Record", records.plain(report)), "time": time.time()}
-        records.append_record(self.journal, record)
-        self.reporter.stage(record)
-        self.trackers.tell(record)
-
-    def _prune(self) -> None:
-        """Remove what no kept resume point and no kept version needs."""
-        kept = kept_files(self.points, self.plan.config.checkpoint)
-        for agent in self.points[-1][1]:
-            folder = self.run.path / "state" / agent
-            # Folders that no record names were never promoted: a process died before it could write the record.
-            for path in (*folder.glob("v[0-9]*"), *folder.glob("training-*.safetensors"), *folder.glob(".*.partial")):
-                if str(path.relative_to(self.run.path)) not in kept:
-                    _remove(path)
-
-
-def kept_files(points: Sequence[tuple[bool, Mapping[AgentId, Record]]], options: CheckpointOptions) -> frozenset[str]:
-    """Paths below the run directory that stay after the last of these points: what a kept resume point or a kept version
-    needs. A point is (can be resumed from, files of every agent), as in `RunJournal.points`."""
-    resumable = [i for i, (is_resumable, _) in enumerate(points) if is_resumable]
-    first = resumable[-options.keep] if len(resumable) >= options.keep else 0
-    kept = {str(f[n]) for _, files in points[first:] for f in files.values() for n in ("weights", "training") if f[n]}
-    for agent in points[-1][1]:
-        promoted = list(dict.fromkeys(str(files[agent]["weights"]) for _, files in points))
-        kept.update(promoted if options.keep_promoted == "all" else (promoted[0], *promoted[-2:]))
-    return frozenset(kept)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        for inner in path.iterdir():
-            inner.unlink()
-        path.rmdir()
-    else:
-        path.unlink()
-
-
-def catch_up(run: Run, trainees: Mapping[AgentId, Trainee], schedule: str) -> None:
-    """Write what follows a record where the process died between the two: the line of its stage, and team.json."""
-    updates = run.updates
-    n_stages = sum(not u["position"]["entries"] for u in updates)
-    if updates and not updates[-1]["position"]["entries"] and len(run.records("stage")) < n_stages:
-        last = updates[-1:] if schedule == "independent" else updates[-len(trainees) :]
-        entries = tuple(
-            StageEntry(
-                agent=u["agent"],
-                q_gate=u["verdict"]["gate"]["q_gate"] if u["to_version"] is not None else 0.0,
-                radius=sat.allowed(trainees[u["agent"]], run.position.stage).radius_token,
-                episodes=u["episodes"]["n"],
-                word=u["word"],
-            )
-            for u in last
-        )
-        report = sat.stage_report(updates[-1]["stage"], entries)
-        line: Record = {"kind": "stage", **cast("Record", records.plain(report)), "time": time.time()}
-        records.append_record(run.path / "stages.jsonl", line)
-    write_team(run, run.position, run.files)
-
-
-def write_team(run: Run, position: Position, files: Mapping[AgentId, Record]) -> None:
-    """`team.json`: which agent at which version, and where it lies."""
-    records.write_text(run.path / "team.json", json.dumps(team_record(position, files), indent=2) + "\n")
-
-
-def team_record(position: Position, files: Mapping[AgentId, Record]) -> Record:
-    """What `team.json` says of a position."""
-    return {
-        "schema": records.SCHEMA,
-        "agents": [
-            {
-                "name": m.agent,
-                "model": m.model,
-                "version": m.version,
-                "incarnation": m.incarnation,
-                **files.get(m.agent, {}),
-            }
-            for m in position.team.members
-        ],
-    }
 
 
 # ---- training --------------------------------------------------------------------------------------------------
@@ -464,11 +103,11 @@ def train(
         with stoppable(reporter) as stop:
             try:
                 ending = complete(_train(parsed, root, target, reporter, stop))
-            except Interrupted:
+            except (Interrupted, KeyboardInterrupt) as stopped:
                 # The line counts only for runs that started: before that there is nothing to take up.
                 if target.records("start"):
                     records.append_record(target.path / "stages.jsonl", {"kind": "end", "ending": "interrupted"})
-                raise
+                raise Interrupted("stopped by the user") from stopped
             except (ConfigError, ModelError, DataError):
                 # Refused before anything began: the directory is free for the mended config.
                 if not (target.path / "stages.jsonl").exists():
@@ -478,72 +117,24 @@ def train(
     return target
 
 
-def check_directory(run: Run, config: Config, *, resume: bool) -> None:
-    """A new run needs a directory that holds none; a resumed one needs a run that got somewhere.
-
-    Raises:
-        RunError: says which, and what to do.
-    """
-    started = (run.path / "stages.jsonl").exists() and bool(run.records("start"))
-    orphans = [] if started else sorted(p for p in run.path.glob("state/*/v[0-9]*") if p.name != "v00000")
-    if orphans:
-        raise RunError(
-            f"{run.path} holds {orphans[0].relative_to(run.path)} ({len(orphans)} such folders), but its stages.jsonl has "
-            "no line of kind 'start' that names them; restore that file from a copy, or start elsewhere with --run DIR"
-        )
-    if resume and not (run.path / "config.toml").is_file():
-        raise RunError(f"nothing to resume in {run.path}: it holds no run; leave out --resume to start one")
-    if not resume and started:
-        raise RunError(f"{run.path} already holds a run; --resume continues it, --run DIR starts another one elsewhere")
-
-
-def resumed_config(run: Run, asked: Config, root: Path) -> tuple[Config, Path]:
-    """The config to go on with: the run's own, with what may change taken from `asked`.
-
-    Raises:
-        RunError: something else differs (names each key with both values), or stages would shrink below what is done.
-    """
-    own = run.config
-    if own.digest != asked.digest:
-        changed = _differences(own.model_dump(mode="json"), asked.model_dump(mode="json"))
-        allowed = ("algorithm.stages", "checkpoint.", "eval.", "track.")
-        refused = [f"{k}: {a!r} in the run, {b!r} asked" for k, a, b in changed if not k.startswith(allowed)]
-        raise RunError(
-            f"{run.path} was started with another config; only algorithm.stages, [checkpoint], [eval] and [track] may "
-            "change:\n  " + "\n  ".join(refused)
-        )
-    lines = run.records("start")
-    if not lines:
-        return asked, root
-    updates = run.updates
-    done = int(updates[-1]["stage"]) if updates else 0
-    if asked.algorithm.stages < done:
-        raise RunError(
-            f"algorithm.stages = {asked.algorithm.stages}: the run is at stage {done} already; ask for at least that"
-        )
-    if own.algorithm.name == "independent" and asked.algorithm.stages != own.algorithm.stages:
-        raise RunError(
-            "an independent run trains one agent after another and cannot be extended; start one with more stages"
-        )
-    return asked, Path(lines[0]["root"])
-
-
-def _differences(a: Any, b: Any, at: str = "") -> list[tuple[str, Any, Any]]:
-    if isinstance(a, dict) and isinstance(b, dict):
-        left, right = cast("Record", a), cast("Record", b)
-        return [d for k in sorted(left | right) for d in _differences(left.get(k), right.get(k), f"{at}.{k}" if at else k)]
-    if isinstance(a, list) and isinstance(b, list) and len(cast("list[Any]", a)) == len(cast("list[Any]", b)):
-        pairs = zip(cast("list[Any]", a), cast("list[Any]", b), strict=True)
-        return [d for i, (x, y) in enumerate(pairs) for d in _differences(x, y, f"{at}.{i}")]
-    return [] if a == b else [(at, a, b)]
-
-
-async def _train(config: Config, root: Path, run: Run, reporter: Reporter, stop: Stop) -> sat.Ending:
+async def _train(config: Config, root: Path, run: Run, reporter: Reporter, stop: Stop) -> Ending:
     usable = os.cpu_count() or 1
     if config.engine.threads != "auto" and config.engine.threads > usable:
         raise ConfigError(f"engine.threads = {config.engine.threads}: this machine has {usable} cores; lower it, or 'auto'")
     plan = assemble.prepare(config, root=root, own=run.origins if run.records("start") else {})
     threads = assemble.set_threads(config, plan.parameters)
+    pool = assemble.grader_pool(plan, check=stop.check)
+    try:
+        assemble.check_grader(plan, pool)
+        stop.nothing_to_save = False
+        return await _train_with(pool, threads, plan, run, reporter, stop)
+    finally:
+        if pool is not None:
+            pool.close()
+
+
+async def _train_with(pool: GraderPool | None, threads: int, plan: Plan, run: Run, reporter: Reporter, stop: Stop) -> Ending:
+    config = plan.config
     records.write_text(run.path / "config.toml", config.to_toml())
     journal_file = run.path / "stages.jsonl"
     lines = settle(run, config)
@@ -579,7 +170,6 @@ async def _train(config: Config, root: Path, run: Run, reporter: Reporter, stop:
     for name in plan.local if started is None else ():
         if name not in names:
             files[name] = _copy_start(run, crew, name)
-    pool = assemble.grader_pool(plan)
     trackers = Trackers(config.track, run.path, say=reporter.say)
     try:
         table = assemble.table(plan, crew.sampler, pool)
@@ -623,40 +213,6 @@ async def _train(config: Config, root: Path, run: Run, reporter: Reporter, stop:
         return ending
     finally:
         trackers.finish()
-        if pool is not None:
-            pool.close()
-
-
-def settle(run: Run, config: Config) -> list[Record]:
-    """The journal of a run that is about to go on: a torn last line is dropped, an incomplete stage whose agents
-    share episodes (joint, reuse) is taken back and played again as a whole: those are of the team at the stage's start."""
-    path = run.path / "stages.jsonl"
-    if not path.exists():
-        return []
-    lines = records.read_records(path)
-    if config.algorithm.shares_episodes:
-        updates = [i for i, line in enumerate(lines) if line["kind"] == "update"]
-        while updates and lines[updates[-1]]["position"]["entries"]:
-            del lines[updates.pop()]
-    if path.read_bytes() != b"" and (len(records.read_records(path)) != len(lines) or not path.read_bytes().endswith(b"\n")):
-        records.rewrite_records(path, lines)
-    return lines
-
-
-def saved_state(run: Run, crew: Crew, agent: AgentId, files: Record) -> Snapshot:
-    """Where its last promotion left an agent's learner: masters, moments, steps."""
-    masters: Mapping[str, torch.Tensor] = {}
-    moments: Mapping[str, torch.Tensor] = {}
-    if files["training"] is not None:
-        masters, moments = records.load_training(run.path / files["training"])
-    weights = crew.stored(run.path / files["weights"]) if crew.serves_masters(agent) else masters
-    return Snapshot(weights=weights, moments=moments, steps=int(files["steps"]))
-
-
-def put_to_rest(run: Run, crew: Crew, files: Mapping[AgentId, Record]) -> None:
-    """Those of these agents that leave memory between their updates do so; what they wake with are the files."""
-    for agent in crew.leaving & files.keys():
-        crew.rest(agent, partial(saved_state, run, crew, agent, files[agent]))
 
 
 def _write_start(run: Run, crew: Crew, agent: AgentId) -> Record:
@@ -787,7 +343,7 @@ async def _first_record(
 def start_plays(plan: Plan) -> list[Play]:
     """The episodes of the start accuracy: one on each of a keyed draw of train prompts."""
     train = plan.splits.train
-    tasks, _ = sat.draw_prompts(train, 0, min(START_PROMPTS, len(train)), at=(plan.config.seed, "start prompts"))
+    tasks, _ = draw_prompts(train, 0, min(START_PROMPTS, len(train)), at=(plan.config.seed, "start prompts"))
     return [Play(task=task) for task in tasks]
 
 
@@ -850,7 +406,7 @@ def facts(config: Config, threads: int) -> Record:
 
 def _compare_facts(started: Record, now: Record, reporter: Reporter) -> None:
     then = {k: started.get(k, v) for k, v in now.items()}
-    changed = [f"{k}: {a} then, {b} now" for k, a, b in _differences(then, now)]
+    changed = [f"{k}: {a} then, {b} now" for k, a, b in records.differences(then, now)]
     if changed:
         reporter.say(
             "not bitwise the same machine as at the start (" + "; ".join(changed) + "): resuming without that promise"
@@ -871,13 +427,24 @@ def _announce(world: World, started: Record, position: Position, reporter: Repor
     )
 
 
-def _say_ending(ending: sat.Ending, position: Position, run: Run, reporter: Reporter) -> None:
+def _remedy(reason: str, run: Run) -> str:
+    """What helps against this reason: of its last case the detail, where that says more than the reason does."""
+    details = [u["verdict"].get("detail", "") for u in run.updates if u["word"] == f"rejected {reason}"]
+    told = details[-1] if details else ""
+    if reason == "no_signal" and " acted " in told:
+        return f"{told}; let the protocol call it more often, or raise algorithm.episodes and gate.probe_prompts"
+    return KNOBS[reason]
+
+
+def _say_ending(ending: Ending, position: Position, run: Run, reporter: Reporter) -> None:
     if ending == "converged":
         reporter.say("converged: three stages without anything left to learn from (every group right)")
     if ending == "stalled":
         reasons = [reason for reason, _ in position.stalled]
         commonest = max(sorted(set(reasons)), key=reasons.count)
-        reporter.say(f"stopped: three stages in a row rejected every update, mostly {commonest}. Remedy: {KNOBS[commonest]}")
+        reporter.say(
+            f"stopped: three stages in a row rejected every update, mostly {commonest}. Remedy: {_remedy(commonest, run)}"
+        )
 
 
 # ---- playing ---------------------------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from baton.algorithms.episodes import episode_advantages
 from baton.algorithms.options import MASKS, PRESETS, ObjectiveOptions, SatOptions
-from baton.algorithms.sat import episode_advantages
 from baton.core import losses
 from baton.core.losses import Band, BinaryKl, Objective, ProbabilityDifference, SecondMoment, SequenceTrust
 from baton.errors import ConfigError, MissingError

@@ -22,7 +22,7 @@ from safetensors import safe_open
 from baton import assemble, cli, records, run
 from baton.config import Config
 from baton.errors import ConfigError, RunError
-from baton.evaluate import evaluate
+from baton.evaluation import evaluate
 
 
 @pytest.fixture(scope="module")

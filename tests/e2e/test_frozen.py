@@ -15,7 +15,7 @@ import worlds
 
 from baton import config, records, run
 from baton.errors import ConfigError, ModelError, TaskFault
-from baton.evaluate import evaluate
+from baton.evaluation import evaluate
 from baton.types import Failed
 
 Answer = Callable[[list[dict[str, str]], int], str | int]

@@ -14,14 +14,14 @@ import pytest
 import worlds
 
 from baton import assemble, config, protocols, run
-from baton.algorithms import sat
+from baton.algorithms.state import UpdateReport
 from baton.core.batching import trajectories
 from baton.core.keyed import key
 from baton.engines.engine import Completion, Request
 from baton.engines.table import TableCodec
 from baton.envs import Splits
 from baton.errors import BatonError, ConfigError
-from baton.evaluate import evaluate
+from baton.evaluation import evaluate
 from baton.protocols import ChainOptions, DebateOptions, RouterOptions, Rule, TeamProtocol, VoteOptions
 from baton.rollout import Play, Seat, Table
 from baton.types import Accepted, Episode, Failed, Rejected, Scored, Task, Turn
@@ -585,7 +585,7 @@ def masked(rule: Rule, *overrides: str, **more: Any) -> worlds.Stage:
     return stage
 
 
-def told(report: sat.UpdateReport) -> str:
+def told(report: UpdateReport) -> str:
     assert isinstance(report.verdict, Rejected) and report.verdict.reason == "no_signal" and not report.looks
     assert report.steps == () and report.to_version is None
     return report.verdict.detail

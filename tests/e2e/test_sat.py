@@ -20,8 +20,9 @@ import worlds
 from baton import assemble, cli, run
 from baton.algorithms import sat
 from baton.algorithms.acceptance import check_floor
+from baton.algorithms.episodes import Shared, collect, collect_probe, draw_prompts, episode_advantages
 from baton.algorithms.options import PRESETS
-from baton.algorithms.sat import UpdateReport
+from baton.algorithms.state import UpdateReport
 from baton.core.advantages import group
 from baton.core.batching import parts, token_batch, with_advantages
 from baton.core.keyed import SAMPLE, key
@@ -105,7 +106,7 @@ def test_a_team_of_one_is_trained_bit_for_bit_as_the_model_alone() -> None:
 
     cursor = 0
     for k in range(1, 5):
-        tasks, cursor = sat.draw_prompts(alone.world.train, cursor, 8, at=(1, "prompts", "a"))
+        tasks, cursor = draw_prompts(alone.world.train, cursor, 8, at=(1, "prompts", "a"))
         asked = [
             Request(
                 id=f"{task.id}/{sibling}",
@@ -435,19 +436,19 @@ def test_siblings_of_different_team_versions_are_refused(baseline: str) -> None:
     """T24."""
     stage = worlds.world(worlds.parity(f"algorithm.objective.baseline={baseline}"))
     episodes = stage.play()
-    sat.episode_advantages(stage.world.options, episodes)
+    episode_advantages(stage.world.options, episodes)
     mixed = [*episodes[:-1], *with_versions(episodes[-1:], b=1)]
     with pytest.raises(StaleAdvantagesError, match="b"):
-        sat.episode_advantages(stage.world.options, mixed)
+        episode_advantages(stage.world.options, mixed)
 
 
 def test_episodes_of_another_team_never_reach_a_step() -> None:
     stage = worlds.world(worlds.parity("algorithm.order=static"))
 
-    async def old_batch() -> sat.Shared:
-        collected = await sat.collect(stage.world, stage.position.team, 0, stage=1, who="a", prompts=8, slots={})
-        probe = await sat.collect_probe(stage.world, stage.position.team, stage=1, who="b", until="b", slots={})
-        return sat.Shared(collected=collected, probe=probe)
+    async def old_batch() -> Shared:
+        collected = await collect(stage.world, stage.position.team, 0, stage=1, who="a", prompts=8, slots={})
+        probe = await collect_probe(stage.world, stage.position.team, stage=1, who="b", until="b", slots={})
+        return Shared(collected=collected, probe=probe)
 
     shared = asyncio.run(old_batch())
     stage.train(1)  # 'a' is promoted: the batch was played by the team before it
@@ -470,7 +471,7 @@ def test_the_names_of_agents_do_not_change_advantages() -> None:
         for e in episodes
     ]
     options = stage.world.options
-    one, other = (sat.episode_advantages(options, e) for e in (episodes, renamed))
+    one, other = (episode_advantages(options, e) for e in (episodes, renamed))
     assert torch.equal(one.values, other.values) and one.degenerate_groups == other.degenerate_groups
     assert bool((one.values != 0).any())
 
@@ -502,7 +503,7 @@ def check_own_tokens(protocol: str = "{name='chain',rounds=2}") -> None:
     stage.train(3)
     for report, evidence in zip(stage.journal.reports, stage.journal.evidence, strict=True):
         (batch,) = seen[report.agent]
-        values = sat.episode_advantages(stage.world.options, evidence.episodes)
+        values = episode_advantages(stage.world.options, evidence.episodes)
         advantage = dict(zip((e.id for e in evidence.episodes), values.values.tolist(), strict=True))
         tokens = 0
         for episode in evidence.episodes:
@@ -687,7 +688,7 @@ def test_prompts_are_drawn_without_repetition_until_all_were_used() -> None:
     tasks = [Task(id=str(i), env="x", prompt=str(i), answer="") for i in range(10)]
     drawn, cursor = [], 0
     for _ in range(5):
-        some, cursor = sat.draw_prompts(tasks, cursor, 4, at=(0, "p"))
+        some, cursor = draw_prompts(tasks, cursor, 4, at=(0, "p"))
         drawn += [t.id for t in some]
     assert sorted(drawn[:10]) == sorted(drawn[10:]) == sorted(t.id for t in tasks) and drawn[:10] != drawn[10:]
 

@@ -15,6 +15,7 @@ import worlds
 
 from baton import config, records, run
 from baton.algorithms import sat
+from baton.algorithms.episodes import agent_batch, episode_advantages
 from baton.core import trust_region
 from baton.engines.engine import ScoreRequest
 from baton.errors import ConfigError, MissingError
@@ -64,7 +65,7 @@ def test_a_stage_plays_once_and_its_second_agent_reweights_for_the_first() -> No
     ]
     now = asyncio.run(stage.world.sampler.score(requests))
     ratio = {e.id: math.exp(sum(s) - sum(e.turns[0].logprobs)) for e, s in zip(two, now, strict=True)}
-    values = sat.episode_advantages(stage.world.options, two).values.tolist()
+    values = episode_advantages(stage.world.options, two).values.tolist()
     wanted = {e.id: v * min(1.0, ratio[e.id]) for e, v in zip(two, values, strict=True)}
     seen = 0
     for batch, _, _ in stage.learner("b").calls:  # type: ignore[attr-defined]
@@ -176,9 +177,9 @@ def test_the_predicted_gain_is_that_of_the_formula(order: str) -> None:
     stage.train(2)
     plan, episodes = asyncio.run(sat.plan_stage(stage.world, stage.position, 2))
     scored = [e for e in episodes if e.is_scored]
-    values = sat.episode_advantages(stage.world.options, scored)
+    values = episode_advantages(stage.world.options, scored)
     for agent in ("a", "b"):
-        batch = sat.agent_batch(scored, values, agent, temperature=1.0, team=stage.position.team)
+        batch = agent_batch(scored, values, agent, temperature=1.0, team=stage.position.team)
         gradient, fisher = stage.learner(agent).score_gradients(batch)
         delta = stage.world.trainees[agent].radius_token
         by_hand = math.sqrt(2.0 * delta * float((gradient**2 / (fisher + 1e-8)).sum()))

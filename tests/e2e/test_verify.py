@@ -22,9 +22,9 @@ from baton import assemble, console, records, run
 from baton.cli import main
 from baton.config import Config
 from baton.errors import ConfigError, RunError
-from baton.evaluate import evaluate
+from baton.evaluation import evaluate
 from baton.records import Record
-from baton.verify import (
+from baton.audit import (
     CHECKS,
     FAILED_EPISODE,
     FOREIGN,

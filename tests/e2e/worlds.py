@@ -27,7 +27,7 @@ from baton import assemble, config, run
 from baton.algorithms import sat
 from baton.algorithms.acceptance import Trainee
 from baton.algorithms.options import resolve_group
-from baton.algorithms.sat import AgentState, Evidence, Position, StageReport, UpdateReport, World
+from baton.algorithms.state import AgentState, Evidence, Position, StageReport, UpdateReport, World
 from baton.assemble import Plan
 from baton.config import Config
 from baton.core.batching import token_batch, trajectories

@@ -323,8 +323,7 @@ def resolve_group(options: SatOptions, start_accuracy: float) -> int:
 
 KNOBS: Mapping[str, str] = {
     "radius": "raise agents.radius (or gate.preset), or lower agents.lr",
-    "no_signal": "the groups' rewards are all equal: warm start the agents, use an easier task or a larger algorithm.group "
-    "(or nobody asks the agent: `baton inspect` says so)",
+    "no_signal": "the groups' rewards are all equal: warm start the agents, use an easier task or a larger algorithm.group",
     "non_finite": "lower agents.lr and look at the diagnostics of the last updates",
     "not_published": "run `baton doctor`; set engine.dtype = 'float32' to tell rounding from a fault",
     "harm": "lower agents.lr or raise algorithm.episodes",

@@ -9,522 +9,64 @@ run's start.
 from __future__ import annotations
 
 import math
-import time
-from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from baton.algorithms.acceptance import (
     ProbeStates,
     ReplayGap,
-    ReplaySums,
     Trainee,
     check_replay,
     look,
     probe_states,
     publish_with_proof,
 )
-from baton.algorithms.options import GateOptions, SatOptions
+from baton.algorithms.episodes import (
+    Shared,
+    UpdateData,
+    agent_batch,
+    check_fresh,
+    collect,
+    collect_probe,
+    episode_advantages,
+    gather,
+    stats,
+    unheard,
+)
+from baton.algorithms.options import SatOptions
+from baton.algorithms.state import (
+    AgentState,
+    Ending,
+    Evidence,
+    Position,
+    Retry,
+    StageEntry,
+    StagePlan,
+    StageReport,
+    UpdateReport,
+    World,
+)
 from baton.core import advantages as adv
 from baton.core import batching, certificate, trust_region
-from baton.core.keyed import PROBE, PROMPTS, SAMPLE, key, permutation
-from baton.engines.engine import Sampler, ScoreRequest
-from baton.errors import MissingError, NonFiniteError, StaleAdvantagesError, TaskFault
-from baton.rollout import Play, Table
-from baton.team import Team, update_order
+from baton.core.keyed import PROBE
+from baton.errors import MissingError, NonFiniteError
+from baton.team import update_order
 from baton.types import (
     Accepted,
-    AdvantageBatch,
     AgentId,
     Episode,
-    Failed,
     GateRecord,
     Rejected,
     Slot,
     Snapshot,
     StepReport,
-    Task,
     TokenDivergence,
-    Trajectory,
     Verdict,
     Weights,
     verdict_word,
 )
-
-# ---- what a run hands in ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AgentState:
-    """What adapts from update to update. A rejection changes beta, lr and streak, and leaves the cursor where it was."""
-
-    beta: float
-    lr: float
-    streak: int = 0
-    cursor: int = 0
-    """Train prompts that this agent's accepted updates have consumed."""
-    replay: ReplaySums = field(default_factory=ReplaySums)
-    """Judged while an update has fewer than 1,000 own tokens."""
-    gain: float | None = None
-    """Order `bandit`: mean of what the team's reward did after this agent's updates, the latest half (2.6)."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StagePlan:
-    """What a stage decides before its first update: who moves when, and how far each may go."""
-
-    order: tuple[AgentId, ...]
-    radii: Mapping[AgentId, float]
-    """Token radius of each agent, nats; the message-mean radius goes with it."""
-    gains: Mapping[AgentId, float]
-    """Predicted gain of each agent where it was measured."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StageEntry:
-    """What a stage keeps of one of its updates until the stage is complete."""
-
-    agent: AgentId
-    q_gate: float
-    """Achieved divergence in nats; 0 for a rejected update, which moved nothing."""
-    radius: float
-    episodes: int
-    word: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Position:
-    """Where a run stands between two agent updates: everything that decides what comes next."""
-
-    team: Team
-    agents: Mapping[AgentId, AgentState]
-    done: int = 0
-    """Agent updates that are complete, over the whole plan."""
-    stalled: tuple[tuple[str, float], ...] = ()
-    """(reason, mean reward) of every update since the last one that was accepted."""
-    entries: tuple[StageEntry, ...] = ()
-    """Updates of the stage in hand."""
-    stage: StagePlan | None = None
-    """Of the stage in hand, or of the last one."""
-    moved: tuple[AgentId, float, bool] | None = None
-    """Order `bandit`: who updated last, the mean reward of its episodes, whether it was accepted."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EpisodeStats:
-    """Counts of one batch of episodes."""
-
-    n: int
-    failed: Mapping[str, int]
-    reward: float
-    tokens: Mapping[AgentId, int]
-    cut: Mapping[AgentId, float]
-    prompts: int
-    degenerate_groups: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Retry:
-    """A training from the same start with more penalty and a smaller rate, and what made it shorter than the first (2.5)."""
-
-    beta: float
-    lr: float
-    shrink_total: float
-    """Norm of its displacement over that of the first training's (masters)."""
-    shrink_lr: float
-    shrink_beta: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Reuse:
-    """How a stage's shared episodes were made to speak for the team as it is now (2.3)."""
-
-    changed: tuple[AgentId, ...]
-    """Teammates that were accepted since the episodes were played."""
-    effective_share: float
-    """Effective sample size of the untruncated weights over the number of episodes."""
-    mean_weight: float
-    """Mean of the truncated weights that multiplied the loss."""
-    is_resampled: bool
-    """Below the floor: the episodes were left alone and fresh ones played."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class UpdateReport:
-    """All that one agent update was and decided; one line of `stages.jsonl`."""
-
-    stage: int
-    index: int
-    schedule: str
-    agent: AgentId
-    from_version: int
-    candidate_version: int
-    verdict: Verdict
-    looks: tuple[GateRecord, ...]
-    episodes: EpisodeStats
-    probe_episodes: int
-    steps: tuple[StepReport, ...]
-    """Of the first training, then of each retry."""
-    retries: tuple[Retry, ...]
-    reuse: Reuse | None
-    beta: float
-    lr: float
-    replay: ReplayGap | None
-    published_gap: float | None
-    fingerprint: str
-    after: AgentState
-    seconds: Mapping[str, float]
-
-    @property
-    def to_version(self) -> int | None:
-        """The promoted version; absent iff rejected."""
-        return self.candidate_version if isinstance(self.verdict, Accepted) else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageReport:
-    """One stage: every update in its order, and the published bound of 3.1 with the achieved divergences and with the
-    configured radii (information only: its verdict is always void)."""
-
-    stage: int
-    entries: tuple[StageEntry, ...]
-    achieved: certificate.Certificate
-    configured: certificate.Certificate
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evidence:
-    """What the record of an update lies beside: its episodes, and the divergence at every probe state of every look."""
-
-    episodes: Sequence[Episode]
-    probe: Sequence[Episode]
-    states: ProbeStates | None
-    looks: Sequence[tuple[GateRecord, TokenDivergence]]
-    ordering: Sequence[Episode] = ()
-    """Beside a stage's first update: the episodes that its order or its radii were measured on."""
-
-
-class Journal(Protocol):
-    """The durable side of a run (`baton.run`); `commit` is the only way a promotion becomes real."""
-
-    def begin(self, agent: AgentId, stage: int) -> int:
-        """A version id for the candidate, durable before it is returned and never given twice."""
-        ...
-
-    def commit(
-        self, report: UpdateReport, evidence: Evidence, position: Position, promoted: tuple[Snapshot, Weights] | None
-    ) -> None:
-        """Make the update durable: the weights first, then the record that names them (the commit point)."""
-        ...
-
-    def stage(self, report: StageReport) -> None:
-        """Write the line of a complete stage."""
-        ...
-
-    def rest(self) -> None:
-        """Learners that leave memory between their updates do so now; what they were given since is forgotten."""
-        ...
-
-    def tick(self, what: str, total: int) -> None:
-        """One more unit of `total` of this long step is done. Raises Interrupted when the user asked to stop."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class World:
-    """Everything that stage mode acts on."""
-
-    seed: int
-    options: SatOptions
-    gate: GateOptions
-    group: int
-    table: Table
-    sampler: Sampler
-    trainees: Mapping[AgentId, Trainee]
-    train: Sequence[Task]
-    probe: Sequence[Task]
-    reward_range: tuple[float, float]
-    journal: Journal
-    clock: Clock = time.monotonic
-
-
-class Clock(Protocol):
-    def __call__(self) -> float: ...
-
-
-Ending = Literal["finished", "converged", "stalled"]
-
-
-# ---- the data of one update ------------------------------------------------------------------------------------
-
-
-def draw_prompts(
-    tasks: Sequence[Task], cursor: int, count: int, *, at: tuple[str | int, ...], skip: frozenset[str] = frozenset()
-) -> tuple[list[Task], int]:
-    """The next `count` distinct tasks after `cursor` in a keyed shuffle per epoch, and the cursor behind them.
-
-    Raises:
-        MissingError: fewer than `count` tasks are left that are not in `skip`.
-    """
-    if count > len(tasks) - len(skip):
-        raise MissingError(f"{count} distinct prompts wanted, {len(tasks) - len(skip)} are there")
-    taken: dict[str, Task] = {}
-    order: list[int] = []
-    epoch = -1
-    while len(taken) < count:
-        if cursor // len(tasks) != epoch:
-            epoch = cursor // len(tasks)
-            order = permutation(key(*at, epoch), len(tasks))
-        task = tasks[order[cursor % len(tasks)]]
-        cursor += 1
-        # Two epochs can meet inside one draw: a task is taken once.
-        if task.id not in taken and task.id not in skip:
-            taken[task.id] = task
-    return list(taken.values()), cursor
-
-
-@dataclass(frozen=True, kw_only=True)
-class Collected:
-    """The episodes E of an update: scored ones to train on, all of them for the record."""
-
-    scored: tuple[Episode, ...]
-    all: tuple[Episode, ...]
-    cursor: int
-    informative: int
-
-
-def acting(team: Team, slots: Mapping[AgentId, Slot]) -> Mapping[AgentId, int]:
-    """Versions that speak: the promoted ones, and 0 for an agent that acts with its start weights."""
-    return {m.agent: 0 if slots.get(m.agent) == "start" else m.version for m in team.members}
-
-
-async def collect(
-    world: World,
-    team: Team,
-    cursor: int,
-    *,
-    stage: int,
-    who: str,
-    prompts: int,
-    slots: Mapping[AgentId, Slot],
-) -> Collected:
-    """Steps 4 and 5: fresh episodes of the team as it is, drawing up to twice as many prompts again while too few
-    groups are informative.
-
-    Raises:
-        TaskFault: every episode failed (names the commonest reason).
-    """
-    address = (world.seed, stage, who, SAMPLE)
-    episodes: list[Episode] = []
-    seen: set[str] = set()
-    informative = 0
-    is_batch = world.options.objective.choice.baseline == "batch_mean"
-    count = adv.decided_prompts if is_batch else adv.informative_groups
-    for _ in range(3):
-        wanted = min(prompts, len(world.train) - len(seen))
-        if wanted == 0:
-            break
-        tasks, cursor = draw_prompts(world.train, cursor, wanted, at=(world.seed, PROMPTS, who), skip=frozenset(seen))
-        seen.update(task.id for task in tasks)
-        plays = [Play(task=task, sibling=g) for task in tasks for g in range(world.group)]
-        total = len(plays) * len(world.table.seats) * world.table.protocol.own_turns
-        episodes += await world.table.play(
-            plays,
-            address=address,
-            versions=acting(team, slots),
-            slots=slots,
-            tick=lambda: world.journal.tick(f"{who}: episodes", total),  # noqa: B023
-        )
-        scored = tuple(e for e in episodes if e.is_scored)
-        if not scored:
-            reasons = Counter(e.outcome.reason for e in episodes if isinstance(e.outcome, Failed))
-            reason, n = reasons.most_common(1)[0]
-            raise TaskFault(f"all {len(episodes)} episodes of stage {stage} failed; {n} times: {reason}")
-        informative = count(_rewards(scored), [e.group for e in scored])
-        if informative >= world.options.min_informative:
-            break
-    return Collected(
-        scored=tuple(e for e in episodes if e.is_scored), all=tuple(episodes), cursor=cursor, informative=informative
-    )
-
-
-async def collect_probe(
-    world: World,
-    team: Team,
-    *,
-    stage: int,
-    who: str,
-    until: AgentId | None,
-    slots: Mapping[AgentId, Slot],
-) -> list[Episode]:
-    """Step 4: one episode for each of a fresh keyed draw of probe prompts, played to the agent's last own turn."""
-    order = permutation(key(world.seed, stage, who, PROBE), len(world.probe))
-    tasks = [world.probe[i] for i in order[: world.gate.probe_prompts]]
-    total = len(tasks) * len(world.table.seats) * world.table.protocol.own_turns
-    return await world.table.play(
-        [Play(task=task) for task in tasks],
-        address=(world.seed, stage, who, PROBE),
-        versions=acting(team, slots),
-        slots=slots,
-        until=until,
-        tick=lambda: world.journal.tick(f"{who}: probe", total),
-    )
-
-
-def _rewards(episodes: Sequence[Episode]) -> Float[Tensor, " E"]:
-    return torch.tensor([e.reward for e in episodes], dtype=torch.float64)
-
-
-def episode_advantages(options: SatOptions, episodes: Sequence[Episode]) -> adv.EpisodeAdvantages:
-    """Step 7: the advantage of each episode under the configured baseline; siblings must be of one team."""
-    rewards, groups, teams = _rewards(episodes), [e.group for e in episodes], [dict(e.versions) for e in episodes]
-    baseline = options.objective.choice.baseline
-    if baseline == "group":
-        return adv.group(rewards, groups, teams=teams, clip=options.objective.advantage_clip)
-    if baseline == "loo":
-        return adv.loo(rewards, groups, teams=teams)
-    return adv.batch_mean(rewards, groups, teams=teams)
-
-
-def check_fresh(team: Team, episodes: Sequence[Episode], agents: Sequence[AgentId]) -> None:
-    """Advantages hold under the team that played: refuse episodes in which one of `agents` had another version than now.
-
-    Raises:
-        StaleAdvantagesError: names the agent and both versions.
-    """
-    for episode in episodes:
-        for name in agents:
-            played, now = episode.versions.get(name), team.member(name).version
-            if played != now:
-                raise StaleAdvantagesError(
-                    f"an episode was played by {name}@{played}, but the team now has {name}@{now}; collect again or reweight"
-                )
-
-
-def agent_batch(
-    episodes: Sequence[Episode], values: adv.EpisodeAdvantages, agent: AgentId, *, temperature: float, team: Team
-) -> AdvantageBatch:
-    """One agent's own tokens of these episodes, each with its episode's advantage."""
-    rows = [t for e in episodes for t in batching.trajectories(e, agent)]
-    if not rows:
-        raise MissingError(f"'{agent}' sampled no token in {len(episodes)} episodes; it cannot be updated")
-    batch = batching.token_batch(rows, temperature=temperature)
-    per_episode = {e.id: float(a) for e, a in zip(episodes, values.values.tolist(), strict=True)}
-    return batching.with_advantages(batch, per_episode, team=team.versions)
-
-
-def unheard(
-    gate: GateOptions,
-    episodes: Sequence[Episode],
-    values: adv.EpisodeAdvantages,
-    probe: Sequence[Trajectory],
-    agent: AgentId,
-    *,
-    looks: int,
-) -> str:
-    """Why an agent that the protocol did not let act often enough cannot be updated (masked activation); empty where it can.
-
-    Episodes without a turn of its own have no row, and such probe episodes are no units of the gate.
-    """
-    told = [bool(batching.trajectories(e, agent)) for e in episodes]
-    pulls = sum(acts and a != 0.0 for acts, a in zip(told, values.values.tolist(), strict=True))
-    if not pulls:
-        acted = f"'{agent}' acted in {sum(told)} of {len(episodes)} episodes"
-        return f"{acted}, none of them with an advantage" if any(told) else acted
-    units, needed = len({t.group for t in probe}), 1
-    if gate.require_certified:
-        needed = trust_region.units_needed(level=gate.quantile, confidence_miss=gate.eta / looks)
-    return "" if units >= needed else f"'{agent}' acted on {units} probe prompts, the gate needs {needed}"
-
-
-def stats(world: World, collected: Collected, values: adv.EpisodeAdvantages) -> EpisodeStats:
-    """Counts of a batch: failures by reason, tokens and cut share per agent."""
-    failed = Counter(e.outcome.reason for e in collected.all if isinstance(e.outcome, Failed))
-    agents = [seat.agent for seat in world.table.seats]
-    turns = {a: [t for e in collected.all for t in e.turns if t.agent == a] for a in agents}
-    return EpisodeStats(
-        n=len(collected.all),
-        failed=dict(failed),
-        reward=float(_rewards(collected.scored).mean()),
-        tokens={a: sum(len(t.ids) for t in turns[a]) for a in agents},
-        cut={a: sum(t.cut for t in turns[a]) / max(1, len(turns[a])) for a in agents},
-        prompts=len({e.group for e in collected.all}),
-        degenerate_groups=values.degenerate_groups,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shared:
-    """What a stage that shares its episodes plays once; without `probe`, each update plays its own."""
-
-    collected: Collected
-    probe: Sequence[Episode] | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class UpdateData:
-    """What one update rests on: its episodes, the gate's, and (reuse) the weight of each scored episode."""
-
-    collected: Collected
-    probe: Sequence[Episode]
-    cursor: int
-    weights: Float[Tensor, " E"] | None = None
-    reuse: Reuse | None = None
-
-
-async def gather(
-    world: World, position: Position, agent: AgentId, *, stage: int, slots: Mapping[AgentId, Slot], shared: Shared | None
-) -> UpdateData:
-    """Step 4: fresh episodes of the team as it is, or the stage's shared ones. Reused ones are reweighted for the teammates
-    that were accepted since, and given up for fresh ones where too little of them is left."""
-    cursor = position.agents[agent].cursor
-    probe = None if shared is None else shared.probe
-    if probe is None:
-        probe = await collect_probe(world, position.team, stage=stage, who=agent, until=agent, slots=slots)
-    reuse: Reuse | None = None
-    if shared is not None:
-        if world.options.data != "reuse":
-            return UpdateData(collected=shared.collected, probe=probe, cursor=cursor)
-        changed = tuple(entry.agent for entry in position.entries if entry.word != "rejected")
-        log_ratios = await log_ratio_sums(world, shared.collected.scored, changed)
-        _, weights = adv.reuse_weights(log_ratios)
-        share = adv.effective_sample_share(log_ratios)
-        reuse = Reuse(
-            changed=changed,
-            effective_share=share,
-            mean_weight=float(weights.mean()),
-            is_resampled=share < world.options.reuse.ess_floor,
-        )
-        if not reuse.is_resampled:
-            return UpdateData(collected=shared.collected, probe=probe, cursor=cursor, weights=weights, reuse=reuse)
-    prompts = world.options.episodes // world.group
-    collected = await collect(world, position.team, cursor, stage=stage, who=agent, prompts=prompts, slots=slots)
-    return UpdateData(collected=collected, probe=probe, cursor=collected.cursor, reuse=reuse)
-
-
-async def log_ratio_sums(world: World, episodes: Sequence[Episode], changed: Sequence[AgentId]) -> Float[Tensor, " E"]:
-    """Log of the likelihood ratio of each episode under the team as it is to the team that played it: the sum over ALL turns
-    of changed teammates of promoted minus recorded log-probability, by the sampler that now serves them (2.3)."""
-    temperature = {seat.agent: seat.temperature for seat in world.table.seats}
-    turns = [(n, t) for n, e in enumerate(episodes) for t in e.turns if t.kind == "action" and t.agent in changed]
-    scores = await world.sampler.score(
-        [
-            ScoreRequest(
-                agent=t.agent, slot="promoted", prompt_ids=t.prompt_ids, ids=t.ids, temperature=temperature[t.agent]
-            )
-            for _, t in turns
-        ]
-    )
-    out = torch.zeros(len(episodes), dtype=torch.float64)
-    for (n, turn), score in zip(turns, scores, strict=True):
-        out[n] += math.fsum(score) - math.fsum(turn.logprobs)
-    return out
-
 
 # ---- one agent update ------------------------------------------------------------------------------------------
 

@@ -168,7 +168,8 @@ class Bases:
             adapters.check_base(folder)
             self._nets[place] = _Net(place[0], dtype=dtype, device=device)
         net = self._nets[place].adapted(folder, is_trained=is_trained)
-        saved, own = load_file(folder / adapters.TENSORS), net.held()
+        with models.reading(folder / adapters.TENSORS):
+            saved, own = load_file(folder / adapters.TENSORS), net.held()
         if saved.keys() != own.keys():
             raise ModelError(
                 f"{folder / adapters.TENSORS} does not fit its {adapters.CONFIG} and base: "
@@ -973,8 +974,8 @@ def share_changed(before: Weights, after: Weights) -> float:
     return changed / sum(tensor.numel() for tensor in after.tensors.values())
 
 
-def device_of(name: str) -> torch.device:
-    """The device that a config names; `auto` is the GPU where torch sees one, else the CPU.
+def device_of(name: str, *, key: str = "agents.device") -> torch.device:
+    """The device that the config names under `key`; `auto` is the GPU where torch sees one, else the CPU.
 
     Raises:
         ModelError: torch has no such device.
@@ -986,10 +987,11 @@ def device_of(name: str) -> torch.device:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, ValueError) as error:
         seen = ", ".join(["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))])
-        reason = str(error).partition("\n")[0]
-        raise ModelError(f"agents.device = '{name}' cannot be used ({reason}); torch sees {seen}") from error
+        # torch lists every backend that it was built with, or without.
+        reason = " ".join(str(error).split())[:100]
+        raise ModelError(f"{key} = '{name}' cannot be used ({reason}); torch sees {seen}") from error
     if device.type == "meta":
-        raise ModelError("agents.device = 'meta' holds no numbers; name cpu or a GPU")
+        raise ModelError(f"{key} = 'meta' holds no numbers; name cpu or a GPU")
     return device
 
 

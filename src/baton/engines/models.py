@@ -35,7 +35,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 
 from baton.core import keyed
-from baton.errors import ModelError
+from baton.errors import ModelError, cause
 from baton.types import Weights
 
 FORMAT = 4
@@ -91,10 +91,11 @@ def cache_folder() -> Path:
     return Path(os.environ.get("BATON_CACHE") or Path.home() / ".cache" / "baton")
 
 
-def check(spec: str) -> None:
+def check(spec: str, *, asks_hub: bool = True) -> None:
     """Whether `resolve` can be expected to find this model, before anything is loaded (ModelError if not).
 
-    Reads names and sizes only; a Hub id that is not in the local cache costs one request for its file list.
+    Reads names and sizes only; a Hub id that is not in the local cache costs one request for its file list,
+    and is taken as it is where `asks_hub` is False.
     """
     if spec.startswith("tiny:"):
         tiny_shape(spec)
@@ -103,7 +104,7 @@ def check(spec: str) -> None:
     elif Path(spec).expanduser().is_dir():
         _check_folder(Path(spec).expanduser())
     else:
-        _hub(spec, download=False)
+        _hub(spec, download=False, asks=asks_hub)
 
 
 def resolve(spec: str, *, cache: Path | None = None, seed: int = 0) -> Path:
@@ -138,7 +139,7 @@ def describe(folder: Path) -> ModelFacts:
     config = read_config(folder)
     shapes: dict[str, tuple[int, str]] = {}
     for file in _weight_files(folder):
-        with safe_open(file, framework="pt") as tensors:
+        with reading(file), safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  (safe_open is no mapping)
                 part = tensors.get_slice(name)
                 shapes[name] = (int(np.prod(part.get_shape())), part.get_dtype())
@@ -187,6 +188,15 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ModelError(f"{path} is not JSON: {error}") from error
 
 
+@contextmanager
+def reading(file: Path) -> Generator[None]:
+    """Raises ModelError where a file of tensors is cut off or damaged."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{file} cannot be read ({cause(error)}); it is cut off or damaged: fetch it again") from error
+
+
 def _weight_files(folder: Path) -> list[Path]:
     found = sorted(folder.glob("*.safetensors"))
     if not found:
@@ -210,7 +220,7 @@ def _check_folder(folder: Path) -> None:
         raise ModelError(f"{folder} has no chat template; use an instruct model, or add chat_template.jinja to the folder")
 
 
-def _hub(spec: str, *, download: bool) -> Path:
+def _hub(spec: str, *, download: bool, asks: bool = True) -> Path:
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -226,7 +236,8 @@ def _hub(spec: str, *, download: bool) -> Path:
     except HFValidationError as error:
         raise ModelError(f"model '{spec}' is no Hub id: {error}") from error
     except LocalEntryNotFoundError:
-        pass
+        if not asks:
+            return Path()
     try:
         if download:
             return Path(snapshot_download(spec, allow_patterns=wanted))
@@ -546,8 +557,8 @@ def load(folder: Path, *, dtype: torch.dtype) -> nn.Module:
                 attn_implementation="sdpa",
                 output_loading_info=True,
             )
-        except (OSError, ValueError, RuntimeError) as error:
-            raise ModelError(f"{folder} does not load as a causal language model: {error}") from error
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            raise ModelError(f"{folder} does not load as a causal language model: {cause(error)}") from error
     kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
     wrong = {kind: sorted(map(str, info[kind])) for kind in kinds if info[kind]}
     if wrong:

@@ -40,7 +40,7 @@ __all__ = [
 
 
 def _family(value: Any) -> str:
-    name = cast("Mapping[str, Any]", value).get("name", "") if isinstance(value, Mapping) else value.name
+    name = cast("Mapping[str, Any]", value).get("name") if isinstance(value, Mapping) else getattr(value, "name", None)
     return "custom" if ":" in str(name) else str(name)
 
 

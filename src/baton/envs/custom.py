@@ -16,14 +16,27 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from baton.core.keyed import Key
 from baton.envs.env import Demonstration, Grade
 from baton.envs.grading import submitted
 from baton.envs.jsonl import JsonlEnv, JsonlOptions
-from baton.errors import BatonError, ConfigError, TaskFault
+from baton.errors import BatonError, ConfigError, TaskFault, cause
 from baton.types import Task
+
+_UNIT = (0.0, 1.0)
+
+
+def _check_range(given: Any, name: str) -> tuple[float, float]:
+    """Two finite numbers, the lower first. Raises ConfigError."""
+    try:
+        low, high = (float(one) for one in given)
+    except (TypeError, ValueError):
+        low, high = math.nan, math.nan
+    if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        raise ConfigError(f"{name} = {given!r}: give two finite numbers, the lower first")
+    return low, high
 
 
 class CustomOptions(BaseModel):
@@ -45,16 +58,28 @@ class CustomOptions(BaseModel):
     prompt_field: str = Field(default="question", description="Field of `data` that holds the question.")
     answer_field: str = Field(default="answer", description="Field of `data` that holds the gold answer.")
     reward_range: tuple[float, float] = Field(
-        default=(0.0, 1.0), description="Lowest and highest reward that the reward function may give."
+        default=_UNIT, description="Lowest and highest reward that the reward function may give."
     )
+
+    @model_validator(mode="after")
+    def _read_and_ordered(self) -> CustomOptions:
+        for name in ("arguments", "reward_range", "prompt_field", "answer_field"):
+            is_set = getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True)
+            if is_set and (name == "arguments") == bool(self.data):
+                kind = "a reward function (env.data is set)" if self.data else "a class (env.data is not set)"
+                remedy = "; give the class a `reward_range`" if name == "reward_range" else ""
+                raise ValueError(f"{name} has no effect for {kind}; remove it{remedy}")
+        _check_range(self.reward_range, "reward_range")
+        return self
 
 
 class CustomEnv:
     """A user's environment behind the full contract: what it leaves out is filled in, what it grades is checked.
 
-    It must have `size`, `task(index)` and `grade(task, answer)`, which may give a `Grade` or a number. The rest of `Env` is
-    optional: seats None, rewards in [0, 1], a finite set of rows, the submitted text for votes, no demonstrations, no
-    ablation, no facts. Grading is always isolated, and any exception of the user's `grade` is a TaskFault.
+    It must have `size`, `task(index)` and `grade(task, answer)`, which may give a `Grade`, a number, True or False. The rest
+    of `Env` is optional: seats None, rewards in [0, 1], a finite set of rows, the submitted text for votes, no
+    demonstrations, no ablation, no facts. Grading is always isolated, and any exception of the user's `grade` is a
+    TaskFault; what else of it raises, or gives what its contract does not, is a ConfigError that names the method.
     """
 
     is_isolated = True
@@ -65,19 +90,44 @@ class CustomEnv:
         if lacking:
             raise ConfigError(f"{type(inner).__name__} has no {', '.join(lacking)}; an env needs size, task and grade")
         self._inner = inner
-        self.name: str = getattr(inner, "name", type(inner).__name__)
-        self.seats: int | None = getattr(inner, "seats", None)
-        self.size: int = inner.size
-        self.is_generated: bool = getattr(inner, "is_generated", False)
-        low, high = getattr(inner, "reward_range", (0.0, 1.0))
-        self.reward_range: tuple[float, float] = (float(low), float(high))
-        if not (math.isfinite(low) and math.isfinite(high) and low < high):
-            raise ConfigError(f"{self.name}.reward_range is ({low}, {high}); give two finite numbers, the lower first")
+        self.name: str = str(self._own("name", type(inner).__name__))
+        self.seats: int | None = self._own("seats", None)
+        self.size: int = self._own("size", 0)
+        counts: dict[str, Any] = {"size": self.size} | ({} if self.seats is None else {"seats": self.seats})
+        for name, value in counts.items():
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"{self.name}.{name} is {value!r}; it must be a whole number of at least 1")
+        self.is_generated: bool = bool(self._own("is_generated", False))
+        self.reward_range: tuple[float, float] = _check_range(self._own("reward_range", _UNIT), f"{self.name}.reward_range")
         if self.seats is not None and n_agents is not None and n_agents != self.seats:
             raise ConfigError(f"'{self.name}' needs {self.seats} agents, the config has {n_agents}; change [[agents]]")
 
+    def _own(self, name: str, default: Any) -> Any:
+        """An attribute of the user's object, which may be a property that raises."""
+        try:
+            return getattr(self._inner, name, default)
+        except Exception as error:  # the documented edge: user code may raise anything
+            raise ConfigError(f"{type(self._inner).__name__}.{name} raised {cause(error)}") from error
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        try:
+            return getattr(self._inner, name)(*arguments)
+        except BatonError:
+            raise
+        except Exception as error:  # the documented edge: user code may raise anything
+            shown = ", ".join(repr(a.id if isinstance(a, Task) else a) for a in arguments)
+            raise ConfigError(f"{self.name}.{name}({shown}) raised {cause(error)}") from error
+
     def task(self, index: int) -> Task:
-        return self._inner.task(index)
+        given = self._call("task", index)
+        if not isinstance(given, Task):
+            raise ConfigError(f"{self.name}.task({index}) gave {given!r}; it must give a baton.Task")
+        texts = {name: getattr(given, name) for name in ("id", "env", "prompt", "answer", "payload")}
+        texts |= {f"views[{i}]": view for i, view in enumerate(given.views)}
+        for name, text in texts.items():
+            if not isinstance(text, str):
+                raise ConfigError(f"{self.name}.task({index}).{name} is {text!r}; it must be a text")
+        return given
 
     def grade(self, task: Task, answer: str) -> Grade:
         try:
@@ -85,21 +135,21 @@ class CustomEnv:
         except TaskFault:
             raise
         except Exception as error:  # the documented edge: what user code raises is its own failure
-            raise TaskFault(f"{self.name}.grade raised {type(error).__name__}: {error}") from error
+            raise TaskFault(f"{self.name}.grade raised {cause(error)}") from error
         grade = given if isinstance(given, Grade) else Grade(_number(given, f"{self.name}.grade"))
         return Grade(_inside(grade.reward, self.reward_range, f"{self.name}.grade"), grade.reason)
 
     def normalise(self, answer: str) -> str | None:
-        return self._inner.normalise(answer) if hasattr(self._inner, "normalise") else submitted(answer)
+        return self._call("normalise", answer) if hasattr(self._inner, "normalise") else submitted(answer)
 
     def demonstration(self, task: Task, seat: int) -> Demonstration | None:
-        return self._inner.demonstration(task, seat) if hasattr(self._inner, "demonstration") else None
+        return self._call("demonstration", task, seat) if hasattr(self._inner, "demonstration") else None
 
     def ablate(self, task: Task, seat: int, key: Key) -> str | None:
-        return self._inner.ablate(task, seat, key) if hasattr(self._inner, "ablate") else None
+        return self._call("ablate", task, seat, key) if hasattr(self._inner, "ablate") else None
 
     def facts(self, n_agents: int) -> Mapping[str, float]:
-        return self._inner.facts(n_agents) if hasattr(self._inner, "facts") else {}
+        return self._call("facts", n_agents) if hasattr(self._inner, "facts") else {}
 
 
 class RewardFunction:
@@ -116,7 +166,7 @@ class RewardFunction:
         try:
             given = self._function(task.prompt, answer, task.answer)
         except Exception as error:  # the documented edge: what user code raises is its own failure
-            raise TaskFault(f"{self._name} raised {type(error).__name__}: {error}") from error
+            raise TaskFault(f"{self._name} raised {cause(error)}") from error
         return Grade(_inside(_number(given, self._name), self.reward_range, self._name))
 
 
@@ -130,7 +180,7 @@ class RewardEnv(JsonlEnv):
         rows = JsonlOptions(
             name="jsonl", path=options.data, prompt_field=options.prompt_field, answer_field=options.answer_field
         )
-        super().__init__(rows, root=root)
+        super().__init__(rows, root=root, key="env.data")
         self.reward_range = options.reward_range
 
     @property
@@ -156,17 +206,14 @@ def custom_env(options: CustomOptions, *, n_agents: int, root: Path) -> CustomEn
         raise
     except Exception as error:  # the documented edge: a user's constructor may raise anything
         raise ConfigError(
-            f"env.name = '{options.name}': building it with {dict(options.arguments)} raised {type(error).__name__}: "
-            f"{error}; check env.arguments, or give env.data if it is a reward function"
+            f"env.name = '{options.name}': building it with {dict(options.arguments)} raised {cause(error)}; "
+            "check env.arguments, or give env.data if it is a reward function"
         ) from error
     return CustomEnv(inner, n_agents=n_agents)
 
 
 def reward_function(options: CustomOptions, *, root: Path) -> RewardFunction:
     """The reward function that a dotted path names, without its data. Raises ConfigError as `custom_env` does."""
-    low, high = options.reward_range
-    if not (math.isfinite(low) and math.isfinite(high) and low < high):
-        raise ConfigError(f"env.reward_range is ({low}, {high}); give two finite numbers, the lower first")
     return RewardFunction(user_code(options.name, key="env.name", root=root), options.name, options.reward_range)
 
 
@@ -184,8 +231,7 @@ def user_code(name: str, *, key: str, root: Path) -> Callable[..., Any]:
         module = importlib.import_module(module_name)
     except Exception as error:  # the documented edge: importing user code may raise anything
         raise ConfigError(
-            f"{key} = '{name}': importing {module_name} raised {type(error).__name__}: {error}; the import path "
-            f"is Python's, then {folder}"
+            f"{key} = '{name}': importing {module_name} raised {cause(error)}; the import path is Python's, then {folder}"
         ) from error
     found = getattr(module, attribute, None)
     if not callable(found):
@@ -196,9 +242,12 @@ def user_code(name: str, *, key: str, root: Path) -> Callable[..., Any]:
 
 def _number(value: Any, name: str) -> float:
     try:
-        return float(value)
-    except (TypeError, ValueError) as error:
-        raise TaskFault(f"{name} gave {value!r}, not a number") from error
+        # A text that happens to read as a number is a mistake; True and False are 1 and 0 (numpy's and torch's too).
+        if not isinstance(value, str | bytes):
+            return float(value)
+    except (TypeError, ValueError):
+        pass
+    raise TaskFault(f"{name} gave {value!r}, not a number")
 
 
 def _inside(reward: float, reward_range: tuple[float, float], name: str) -> float:

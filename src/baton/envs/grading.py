@@ -338,7 +338,8 @@ class GraderPool:
     """Grades in worker processes that are killed and replaced when they hang (ALGORITHMS 5.5).
 
     Workers start at the first call (about three seconds: an interpreter, torch, the grader's libraries) and stay warm.
-    Calls may come from any thread. Close it, or use it as a context manager.
+    Calls may come from any thread. Close it, or use it as a context manager. `check` is called five times a second while
+    answers are graded; what it raises (a request to stop) ends the call.
 
     A built-in grader that exceeds `answer_limit_s` on a text while it grades the gold answer in time gives the lowest
     reward with the reason "late: ..."; one that fails on the gold, and user code that raises, hangs (`process_limit_s`)
@@ -352,10 +353,12 @@ class GraderPool:
         answer_limit_s: float = 20.0,
         process_limit_s: float = 60.0,
         start_limit_s: float = 120.0,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         if workers < 1:
             raise ConfigError(f"a grader pool needs at least one worker, got {workers}")
         self.counts: Counter[str] = Counter()
+        self._check = check
         self._size = workers
         self._answer_limit_s = answer_limit_s
         self._process_limit_s = process_limit_s
@@ -464,7 +467,8 @@ class GraderPool:
             for worker in held:
                 selector.register(worker.output, selectors.EVENT_READ, worker)
             nearest = min(worker.deadline for worker in held)
-            heard = {id(key.data) for key, _ in selector.select(max(0.0, nearest - time.monotonic()))}
+            self._check()
+            heard = {id(key.data) for key, _ in selector.select(min(0.2, max(0.0, nearest - time.monotonic())))}
         for place, worker in enumerate(held):
             reply: Mapping[str, Any] | None = None
             if id(worker) in heard:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Generator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, NoReturn, cast
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -89,7 +89,7 @@ class JsonlEnv(AnswerGrader):
     seats = None
     is_generated = False
 
-    def __init__(self, options: JsonlOptions, *, root: Path) -> None:
+    def __init__(self, options: JsonlOptions, *, root: Path, key: str = "env.path") -> None:
         super().__init__(options.match, ignore_case=options.ignore_case)
         self._options = options
         self._tasks: list[Task] = []
@@ -99,9 +99,9 @@ class JsonlEnv(AnswerGrader):
         path = root / options.path
         first: dict[str, int] = {}
         ids: dict[str, int] = {}
-        for number, row in _rows(path):
+        for number, row in _rows(path, key):
             question = _text(row, options.prompt_field, path, number)
-            gold = _text(row, options.answer_field, path, number)
+            gold = _text(row, options.answer_field, path, number, allows_object=options.match == "countdown")
             task_id = _text(row, options.id_field, path, number) if options.id_field else f"{path.stem}-{number}"
             if ids.setdefault(task_id, number) != number:
                 raise DataError(f"{path.name} row {number}: id '{task_id}' is that of row {ids[task_id]}; ids must differ")
@@ -110,7 +110,7 @@ class JsonlEnv(AnswerGrader):
             prompt = f"{question}\n\n{options.request}" if options.request else question
             self._tasks.append(Task(id=task_id, env=self.name, prompt=prompt, answer=gold))
         if not self._tasks:
-            raise ConfigError(f"{path} has no rows; env.path needs at least one question")
+            raise ConfigError(f"{path} has no rows; {key} needs at least one question")
 
     @property
     def is_isolated(self) -> bool:
@@ -150,7 +150,7 @@ def load_dialogues(path: Path) -> list[tuple[Message, ...]]:
         DataError: a row that is no such dialogue; names the row and what is wrong.
     """
     dialogues: list[tuple[Message, ...]] = []
-    for number, row in _rows(path):
+    for number, row in _rows(path, "agents.warm_start.source"):
         where = f"{path.name} row {number}"
         if "messages" not in row:
             raise DataError(f"{where}: missing 'messages'; present: {', '.join(sorted(row)) or 'nothing'}")
@@ -173,12 +173,14 @@ def load_dialogues(path: Path) -> list[tuple[Message, ...]]:
     return dialogues
 
 
-def _rows(path: Path) -> Generator[tuple[int, dict[str, Any]]]:
-    """(row number from 1, object) of each line that is not blank."""
+def _rows(path: Path, key: str) -> Generator[tuple[int, dict[str, Any]]]:
+    """(row number from 1, object) of each line that is not blank; `key` is the config key that names the file."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}; paths are relative to the config file's folder") from error
+        raise ConfigError(
+            f"{key}: cannot read {path}: {error.strerror}; paths are relative to the config file's folder"
+        ) from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 at byte {error.start}; save it as UTF-8") from error
     # Not splitlines(): JSON text may hold U+2028, which is no end of line here.
@@ -186,7 +188,7 @@ def _rows(path: Path) -> Generator[tuple[int, dict[str, Any]]]:
         if not line.strip():
             continue
         try:
-            row: Any = json.loads(line)
+            row: Any = json.loads(line, parse_constant=_refuse_constant)
         except ValueError as error:
             raise DataError(f"{path.name} row {number}: not JSON: {error}") from error
         try:
@@ -198,12 +200,17 @@ def _rows(path: Path) -> Generator[tuple[int, dict[str, Any]]]:
         yield number, cast("dict[str, Any]", row)
 
 
-def _text(row: dict[str, Any], name: str, path: Path, number: int) -> str:
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no value of JSON")
+
+
+def _text(row: dict[str, Any], name: str, path: Path, number: int, *, allows_object: bool = False) -> str:
     where = f"{path.name} row {number}"
     if name not in row:
         raise DataError(f"{where}: missing '{name}'; present: {', '.join(sorted(row)) or 'nothing'}")
     value = row[name]
-    if isinstance(value, bool) or not isinstance(value, str | int | float | dict):
+    kinds = (str, int, float, *((dict,) if allows_object else ()))
+    if isinstance(value, bool) or not isinstance(value, kinds):
         raise DataError(f"{where}: '{name}' is {type(value).__name__}, not text or a number")
     text = json.dumps(value) if isinstance(value, dict) else str(value)
     if not text.strip():

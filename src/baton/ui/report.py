@@ -20,8 +20,8 @@ from baton import records
 from baton.config import Config
 from baton.core import scores
 from baton.errors import ConfigError, MissingError, RunError
+from baton.journal import Run, open_run
 from baton.records import Record
-from baton.run import Run, open_run
 from baton.types import AgentId
 from baton.ui import chart
 from baton.ui.chart import Timeline, text
@@ -262,11 +262,16 @@ def _head(view: View) -> str:
         shapes = Counter(_shape(u) for u in view.updates if u["word"] == word)
         return shapes.most_common(1)[0][0] if shapes else otherwise
 
+    measured = _measured(view)
+    if measured:
+        untrained, team = (show.decimal(measured[name]["value"]) for name in ("untrained team", "team"))
+        result = (f"{untrained} → {team}", "test prompts, untrained → trained")
+    elif view.updates:
+        result = (f"{reward} → {last}", "train prompts, start → last update")
+    else:
+        result = (reward, "train prompts, at the start")
     tiles = (
-        (
-            f"{reward} → {last}" if view.updates else reward,
-            "mean reward, start → last update" if view.updates else "mean reward at the start",
-        ),
+        result,
         (str(len(view.updates)), "updates proposed"),
         (f"{_icon('accepted')}{words['accepted']}", "accepted whole"),
         (f"{_icon(commonest('shrunk', 'shrunk-2'))}{words['shrunk']}", "accepted shrunk"),
@@ -279,8 +284,27 @@ def _head(view: View) -> str:
     )
 
 
+def _measured(view: View) -> Mapping[str, Record] | None:
+    """The rows of the newest evaluation by name, where it is of the team as it is now and has measured both teams."""
+    if not view.evaluations:
+        return None
+    found = view.evaluations[-1][1]
+    rows = {str(row.get("name")): row for row in found["rows"] if row.get("value") is not None}
+    is_of_now = found.get("versions") == dict(view.run.position.team.versions)
+    return rows if is_of_now and {"team", "untrained team"} <= rows.keys() else None
+
+
 def _sentence(view: View, words: Mapping[str, int]) -> str:
-    start = view.start
+    start, result = view.start, ""
+    if measured := _measured(view):
+        team, untrained = measured["team"], measured["untrained team"]
+        said = [
+            f"{show.decimal(row['value'])}"
+            + (f" {_interval(row['low'], row['high'])}" if row.get("low") is not None else "")
+            for row in (team, untrained)
+        ]
+        prompts = _plural(int(team["n"]), "test prompt")
+        result = f"On {prompts} the team's mean reward is {said[0]}, the untrained team's {said[1]}. "
     began = f"{show.decimal(start['start_accuracy'])} on {_plural(start['start_prompts'], 'train prompt')}"
     if not view.updates:
         return f"No update is complete yet; the team starts at a mean reward of {began}."
@@ -295,7 +319,7 @@ def _sentence(view: View, words: Mapping[str, int]) -> str:
     unfinished = " and one that is unfinished" if view.updates[-1]["position"]["entries"] and view.stages else ""
     proposed = f"{_plural(len(view.updates), 'update')} {'was' if len(view.updates) == 1 else 'were'} proposed"
     return (
-        f"In {stages}{unfinished}, {proposed}: {', '.join(verdicts)}. The mean reward went from {began} "
+        f"{result}In {stages}{unfinished}, {proposed}: {', '.join(verdicts)}. In training the mean reward went from {began} "
         f"to {show.decimal(view.updates[-1]['episodes']['reward'])} in the episodes of the last update."
     )
 

@@ -38,8 +38,9 @@ from baton.algorithms.acceptance import (
     look,
     probe_states,
 )
+from baton.algorithms.episodes import Collected, acting, agent_batch, draw_prompts, episode_advantages, stats, unheard
 from baton.algorithms.options import resolve_group
-from baton.algorithms.sat import AgentState, Collected, Position, Retry, StageEntry, StagePlan, World
+from baton.algorithms.state import AgentState, Position, Retry, StageEntry, StagePlan, World
 from baton.assemble import Crew, Plan
 from baton.config import AgentOptions, Config
 from baton.core import advantages, batching, trust_region
@@ -48,11 +49,12 @@ from baton.engines import adapters, local, models
 from baton.engines.engine import Anchor, Codec, Learner
 from baton.envs.custom import CustomOptions
 from baton.errors import BatonError, ConfigError, DataError, ModelError, ReplayGapError, RunError, TaskFault
-from baton.evaluate import Bench, Measurement, report_rows, row_record
+from baton.evaluation import Bench, Measurement, report_rows, row_record
+from baton.host import Reporter, Silent, complete
+from baton.journal import Run, open_run, team_record
 from baton.protocols import RouterOptions
 from baton.records import LookRows, Record
 from baton.rollout import Play, Seat, Substitute, Table
-from baton.run import Reporter, Run, Silent
 from baton.team import Member, Team, update_order
 from baton.types import (
     Accepted,
@@ -188,7 +190,7 @@ class Findings:
 
     def compare(self, check: str, file: str, where: str, what: str, recorded: Any, recomputed: Any) -> bool:
         """Whether two records are equal, with a fault for each field that is not."""
-        found = differences(recorded, records.plain(recomputed))
+        found = records.differences(recorded, records.plain(recomputed), relative=RELATIVE)
         for at, one, other in found:
             self.wrong(check, file, where, f"{what}{'.' if what and at else ''}{at}", one, other)
         return not found
@@ -225,29 +227,6 @@ def _said(error: BaseException) -> str:
     """An error in one line."""
     said = " ".join(str(error).split())
     return said if isinstance(error, BatonError) else f"{type(error).__name__}: {said}"
-
-
-def differences(recorded: Any, recomputed: Any, at: str = "") -> list[tuple[str, Any, Any]]:
-    """(dotted path, recorded, recomputed) wherever two JSON values differ; floats within `RELATIVE`."""
-    if isinstance(recorded, dict) and isinstance(recomputed, dict):
-        left, right = cast("Record", recorded), cast("Record", recomputed)
-        absent = "(absent)"
-        return [
-            found
-            for name in [*left, *(n for n in right if n not in left)]
-            for found in differences(left.get(name, absent), right.get(name, absent), f"{at}.{name}" if at else name)
-        ]
-    if isinstance(recorded, list) and isinstance(recomputed, list):
-        ours, theirs = cast("list[Any]", recorded), cast("list[Any]", recomputed)
-        if len(ours) == len(theirs):
-            pairs = enumerate(zip(ours, theirs, strict=True))
-            return [f for i, (a, b) in pairs for f in differences(a, b, f"{at}.{i}" if at else str(i))]
-    numbers = (int, float)
-    if isinstance(recorded, numbers) and isinstance(recomputed, numbers) and not isinstance(recorded, bool):
-        same = recorded == recomputed or math.isclose(recorded, recomputed, rel_tol=RELATIVE, abs_tol=1e-15)
-    else:
-        same = type(recorded) is type(recomputed) and recorded == recomputed
-    return [] if same else [(at, recorded, recomputed)]
 
 
 # ---- the audit -------------------------------------------------------------------------------------------------
@@ -306,7 +285,7 @@ def verify(
         RunError: there is no started run.
         ConfigError: the run's env cannot be built here.
     """
-    run = runs.open_run(path)
+    run = open_run(path)
     found = Findings()
     audit = _open(run, found, root=root, reporter=reporter or Silent())
     if audit is not None:
@@ -530,7 +509,7 @@ class _Audit:
         facts = dict(self.plan.env.facts(len(self.agents)))
         found.compare("counts", "stages.jsonl", "line 1", "facts", start.get("facts"), facts)
         here = runs.facts(self.config, self.threads)
-        for at, then, now in differences({name: start.get(name) for name in here}, here):
+        for at, then, now in records.differences({name: start.get(name) for name in here}, here, relative=RELATIVE):
             reason = f"another {at} than the run's ({then} then, {now} now): numbers need not be equal bit for bit"
             found.skip("log-probs", reason)
         for name in start["warm_start"]:
@@ -664,8 +643,8 @@ class _Audit:
         found.ok("files")
         with found.reading("files", "team.json"):
             said = json.loads((self.run.path / "team.json").read_text(encoding="utf-8"))
-            now = runs.team_record(position, self.files)
-            if self.lines[-1]["kind"] == "update" and differences(said, now):
+            now = team_record(position, self.files)
+            if self.lines[-1]["kind"] == "update" and records.differences(said, now, relative=RELATIVE):
                 found.skip("files", "the run stopped between its last update's line and team.json, which is written next")
             else:
                 found.compare("files", "team.json", "", "", said, now)
@@ -793,7 +772,7 @@ class _Audit:
         """Order and radii of a stage. Where they were measured, they follow from the recorded gains."""
         options, trained, found = self.config.algorithm, self.trained, self.found
         if not options.is_measured:
-            return runs.complete(sat.plan_stage(self.world, before, stage))[0]
+            return complete(sat.plan_stage(self.world, before, stage))[0]
         if recorded is None or set(recorded.gains) != set(trained):
             found.wrong("sequence", "stages.jsonl", where, "position.stage tells of no gain of each agent", recorded)
             return None
@@ -947,8 +926,8 @@ class _Audit:
         slots: Mapping[AgentId, Slot] = (
             {a: "start" for a in self.agents if a != agent} if options.name == "independent" else {}
         )
-        now = sat.acting(before.team, slots)
-        then = now if self.stage_team is None else sat.acting(self.stage_team, slots)
+        now = acting(before.team, slots)
+        then = now if self.stage_team is None else acting(self.stage_team, slots)
         # The stage's agents share what the team of its start has played (joint: also the probe).
         who, prompts, cursor = agent, options.episodes // self.world.group, before.agents[agent].cursor
         if is_shared:
@@ -974,8 +953,8 @@ class _Audit:
         ordering = self._ordering(line, file, played["order"], before, first + len(played["probe"]))
 
         found.ok("counts")
-        values = sat.episode_advantages(options, collected.scored)
-        counted = sat.stats(self.world, collected, values)
+        values = episode_advantages(options, collected.scored)
+        counted = stats(self.world, collected, values)
         found.compare("counts", "stages.jsonl", where, "episodes", line["episodes"], counted)
         found.compare("counts", "stages.jsonl", where, "probe_episodes", line["probe_episodes"], len(probe))
         for seat in self.plan.seats:
@@ -994,7 +973,7 @@ class _Audit:
         if line["reuse"] is not None:
             self._reuse(line, where, before)
         messages = [t for e in probe for t in batching.trajectories(e, agent)]
-        silence = sat.unheard(self.config.gate, collected.scored, values, messages, agent, looks=options.looks)
+        silence = unheard(self.config.gate, collected.scored, values, messages, agent, looks=options.looks)
         has_signal = collected.informative >= options.min_informative and not silence
         own = _tokens(collected.scored, agent)
         read = _Read(collected=collected, own_tokens=own, has_signal=has_signal)
@@ -1088,7 +1067,7 @@ class _Audit:
             if wanted == 0:
                 break
             at = (self.world.seed, PROMPTS, who)
-            tasks, cursor = sat.draw_prompts(train, cursor, wanted, at=at, skip=frozenset(seen))
+            tasks, cursor = draw_prompts(train, cursor, wanted, at=at, skip=frozenset(seen))
             seen.update(task.id for task in tasks)
             plays = [Play(task=task, sibling=g) for task in tasks for g in range(group)]
             part = rows[used : used + len(plays)]
@@ -1567,9 +1546,9 @@ class _Audit:
         if update is not None:
             # The replay test's own batches: the same machine gives the recorded gap bit for bit.
             scored = [e for _, e, use in rows if use == "train" and e.is_scored]
-            values = sat.episode_advantages(self.config.algorithm, scored)
+            values = episode_advantages(self.config.algorithm, scored)
             team = self.positions[0].team
-            whole = sat.agent_batch(scored, values, scoring.seat, temperature=scoring.temperature, team=team)
+            whole = agent_batch(scored, values, scoring.seat, temperature=scoring.temperature, team=team)
             batches = [p.batch for p in batching.parts(whole, self.config.algorithm.inner_steps)]
             rest = [e for _, e, use in rows if use != "train" or not e.is_scored]
         tested = len(batches)
@@ -1811,4 +1790,4 @@ def _few(value: Sequence[int] | str) -> str:
     return str(list(value) if len(value) <= 12 else [*value[:11], "..."])
 
 
-__all__ = ["CHECKS", "Fault", "Findings", "differences", "kl_tolerance", "verify"]
+__all__ = ["CHECKS", "Fault", "Findings", "kl_tolerance", "verify"]

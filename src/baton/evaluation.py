@@ -5,7 +5,7 @@ of the total size with full information. One that was not run says why. Every ro
 same prompts, same keys.
 
 What is measured and how a row is made of it are one list here; a report that was stored in a run directory is checked by
-giving the same list the stored episodes (`baton.verify`).
+giving the same list the stored episodes (`baton.audit`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from baton.core import scores
 from baton.core.keyed import Key, key, permutation
 from baton.engines.engine import Codec, Sampler
 from baton.errors import ConfigError, RunError
+from baton.host import Reporter, Silent, complete
+from baton.journal import Run, open_run
 from baton.protocols import ChainOptions, VoteOptions
 from baton.records import Record
 from baton.rollout import Play, Seat, Substitute, Table
-from baton.run import Reporter, Run, Silent, complete, open_run
 from baton.types import AgentId, Episode, Failed, Task
 
 
@@ -293,6 +294,8 @@ class Bench:
         wanted = max(1, (episodes if episodes is not None else plan.config.eval.episodes) // k)
         order = permutation(key(plan.config.seed, "test"), len(plan.splits.test))
         self.tasks = [plan.splits.test[i] for i in order[:wanted]]
+        if episodes is not None and wanted > len(self.tasks):
+            reporter.say(f"--episodes {episodes}: the test set has {len(self.tasks)} prompts, each is played {k} times")
         self.plan, self.k, self.reporter = plan, k, reporter
         self.results: list[Result] = []
         self.messages = len(plan.seats) * plan.protocol.own_turns
