@@ -388,7 +388,7 @@ def test_a_section_explains_all_its_keys_and_a_choice_is_told_once() -> None:
     found = explain("protocol")
     assert [key.path for key in found][:2] == ["protocol", "protocol.name"]
     (choice,) = [key for key in found if key.path == "protocol.name"]
-    assert '"chain"' in choice.kind and '"vote"' in choice.kind and choice.only == ""
+    assert '"chain"' in choice.kind and '"vote"' in choice.kind and choice.only == "" and choice.default == '"chain"'
     assert {key.only for key in found if key.path == "protocol.sees"} == {'protocol.name = "chain"'}
     assert {key.path for key in explain()} == {key for key, _, _ in keys()}
 
@@ -473,7 +473,33 @@ REFUSED: Mapping[str, tuple[list[tuple[str, object]], list[str]]] = {
         ["track.names", "'mlflow'", "tensorboard, wandb, trackio", "pip install 'baton-rl["],
     ),
     "a tracker named twice": ([("track", {"names": ["wandb", "wandb"]})], ["track.names", "'wandb'", "2 times"]),
-    "a value of the wrong type": ([("algorithm.stages", "many")], ["algorithm.stages", "'many'"]),
+    "a value of the wrong type": ([("algorithm.stages", "many")], ["algorithm.stages", '"many"', "a whole number"]),
+    "a table that is a number": ([("env", 1)], ["env = 1", "table"]),
+    "a protocol that is a number": ([("protocol", 1)], ["protocol = 1", "table"]),
+    "a list of agents that is a number": ([("agents", 1)], ["agents = 1", "list of tables"]),
+    "a section that is a switch": ([("gate", False)], ["gate = false", "table"]),
+    "a switch for a number": ([("seed", True)], ["seed = true", "a whole number"]),
+    "a switch for a number of an agent": ([("agents.lr", True)], ["agents.0.lr = true", "a number"]),
+    "a text for a number": ([("gate.probe_prompts", "64")], ['gate.probe_prompts = "64"', "a whole number"]),
+    "a text for a switch": ([("agents.trainable", "no")], ['agents.0.trainable = "no"', "true or false"]),
+    "an agent named as a role of the chat": ([("agents.name", "user")], ["'user'", "role"]),
+    "a range of a class": (
+        [("env", {"name": "mine:Env", "reward_range": [-1.0, 1.0]})],
+        ["reward_range has no effect for a class", "give the class a `reward_range`"],
+    ),
+    "a range the wrong way round": (
+        [("env", {"name": "mine:reward", "data": "rows.jsonl", "reward_range": [1.0, 0.0]})],
+        ["reward_range = (1.0, 0.0)", "the lower first"],
+    ),
+    "arguments of a reward function": (
+        [("env", {"name": "mine:reward", "data": "rows.jsonl", "arguments": {"a": 1}})],
+        ["arguments has no effect for a reward function"],
+    ),
+    "a key of another protocol": (
+        [("protocol", {"name": "vote", "rounds": 2})],
+        ["protocol.rounds: unknown key", 'protocol.name = "chain" and to protocol.name = "debate"'],
+    ),
+    "a protocol without a name": ([("protocol", {"rounds": 2})], ["protocol.name: this key is required"]),
     "a value out of range": ([("gate.quantile", 1.5)], ["gate.quantile", "1.5", "less than 1"]),
 }
 
@@ -529,7 +555,11 @@ def _parity() -> dict[str, Any]:
             ["agents.0.radius.token = 0"],
             ["preset", "at least 1"],
         ),
-        (["agents.0.lr=fast"], ["agents.0.lr = 'fast'", "valid number"], ["constrained", "at least 1"]),
+        (
+            ["agents.0.lr=fast"],
+            ['agents.0.lr = "fast"', "'auto', or", "valid number"],
+            ["constrained", "at least 1", "several"],
+        ),
         (["algorithm.episodes=30", "algorithm.group=auto"], ["no multiple of 8", "24 or 32"], ["28"]),
         (["algorithm.penalty.start=1e-5"], ["start = 1e-05 is outside low = 0.001"], []),
         (

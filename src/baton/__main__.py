@@ -1,16 +1,24 @@
 """`baton` and `python -m baton`: the command line, loaded where a Ctrl-C is one line as well."""
 
+import os
+import signal
 import sys
+from types import FrameType
 
 
 def main() -> int:
     """Run one command and return its exit code."""
-    try:
-        from baton.cli import main as command
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    # Nothing has begun, and an exception amid the imports of others becomes anything at all.
+    before = signal.signal(signal.SIGINT, _leave)
+    from baton.cli import main as command
+
+    signal.signal(signal.SIGINT, before)
     return command()
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    os.write(2, b"interrupted\n")
+    os._exit(130)
 
 
 if __name__ == "__main__":

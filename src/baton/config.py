@@ -377,8 +377,8 @@ def _refuse_conversions(tree: Mapping[str, Any]) -> None:
             isinstance(value, str) and allowed & {bool, int, float}
         )
         if is_odd and not allowed & {type(value), object}:
-            wanted = " or ".join(_WORDS[kind] for kind in (bool, int, float) if kind in allowed)
-            raise ConfigError(f"{place} = {_toml(value)}: give {wanted}")
+            number = "a number" if float in allowed else "a whole number" if int in allowed else ""
+            raise ConfigError(f"{place} = {_toml(value)}: give {number or 'true or false, without quotes'}")
 
 
 def _leaves(node: Any, at: str = "") -> Iterator[tuple[str, Any]]:
@@ -604,7 +604,12 @@ def _explain(error: ValidationError, tree: Mapping[str, Any]) -> str:
         or not any(_is_inside(place, e["loc"], is_arm=e["type"] == "literal_error") for place in places)
     ]
     lines = [_line(e["loc"], e["type"], e["msg"], e.get("input"), tree) for e in told or faults]
-    distinct = list(dict.fromkeys(lines))
+    # Each arm of a union has its own complaint about one value: that is one fault.
+    faulty: dict[str, list[str]] = {}
+    for line in dict.fromkeys(lines):
+        place, _, what = line.partition(": ")
+        faulty.setdefault(place, []).append(what)
+    distinct = [f"{place}: {', or '.join(said)}" if said[0] else place for place, said in faulty.items()]
     return distinct[0] if len(distinct) == 1 else "\n  ".join(["the config has several faults:", *distinct])
 
 

@@ -200,7 +200,10 @@ BAD_SETTINGS = {
         "learns from fresh episodes",
     ),
     "later preset": (["algorithm.objective.preset=troll"], "not implemented"),
-    "another protocol's key": (["protocol={name='debate',sees='all'}"], "protocol.sees: unknown key; another protocol.name"),
+    "another protocol's key": (
+        ["protocol={name='debate',sees='all'}"],
+        'protocol.sees: unknown key; it belongs to protocol.name = "chain"',
+    ),
     "a rule that is none": (["protocol={name='router',rule='mentoin'}"], "protocol.rule: 'mentoin' is no rule"),
     "too few prompts": (["env.prompts=20"], "needs"),
     "missing model": (["engine.name=local", "agents.first.model=/no/such", "agents.second.model=tiny:64k"], "/no/such"),

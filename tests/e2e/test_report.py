@@ -175,8 +175,8 @@ def test_the_head_says_in_plain_words_what_became_of_the_updates(trained: Path) 
     last = f"{opened.updates[-1]['episodes']['reward']:.3f}".removeprefix("0")
     assert (
         f"In 4 stages, 8 updates were proposed: {words['accepted']} accepted whole, {words['shrunk']} accepted shrunk, "
-        f"{words['rejected']} rejected (radius {words['rejected']}) and taken back exactly. In training the mean reward went "
-        f"from {start} on 64 train prompts to {last} in the episodes of the last update."
+        f"{words['rejected']} rejected (radius {words['rejected']}) and taken back exactly. In training the mean reward "
+        f"went from {start} on 64 train prompts to {last} in the episodes of the last update."
     ) in text
     for fact in ("sat, stage 4 of 4", "finished: all stages are done", "parity, protocol chain", "Seed 2", "preset demo"):
         assert fact in text, fact

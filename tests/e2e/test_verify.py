@@ -19,11 +19,6 @@ from test_frozen import first_bit, server, with_endpoint
 
 import baton
 from baton import assemble, console, records, run
-from baton.cli import main
-from baton.config import Config
-from baton.errors import ConfigError, RunError
-from baton.evaluation import evaluate
-from baton.records import Record
 from baton.audit import (
     CHECKS,
     FAILED_EPISODE,
@@ -39,6 +34,11 @@ from baton.audit import (
     PRUNED,
     kl_tolerance,
 )
+from baton.cli import main
+from baton.config import Config
+from baton.errors import ConfigError, RunError
+from baton.evaluation import evaluate
+from baton.records import Record
 
 KEEP = "checkpoint.keep_promoted=all"
 TABLES = worlds.parity(KEEP, "algorithm.stages=4", "env.prompts=200", "agents.b.lr=5")

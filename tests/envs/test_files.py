@@ -44,6 +44,8 @@ def test_a_missing_field_is_named_with_its_row_and_the_fields_present(tmp_path: 
         ({"question": "q", "answer": None}, "row 2: 'answer' is NoneType"),
         ({"question": ["q"], "answer": "1"}, "row 2: 'question' is list"),
         ("{", "row 2: not JSON"),
+        ('{"question": "q", "answer": NaN}', "row 2: not JSON: NaN"),
+        ({"question": "q", "answer": {"a": 1}}, "row 2: 'answer' is dict"),
         ("[1]", "row 2: list, not an object"),
     ],
 )
@@ -149,8 +151,35 @@ def test_rewards_that_are_no_finite_number_in_range_are_faults(tmp_path: Path) -
     ):
         with pytest.raises(TaskFault, match=said):
             env.grade(env.task(0), answer)
-    with pytest.raises(ConfigError, match="lower first"):
-        build(options.model_copy(update={"reward_range": (1.0, 0.0)}), n_agents=1, root=tmp_path)
+    with pytest.raises(ValidationError, match="lower first"):
+        CustomOptions(name="ranged_user_env:reward", data="rows.jsonl", reward_range=(1.0, 0.0))
+
+
+def test_true_and_false_are_rewards_and_a_text_is_none(tmp_path: Path) -> None:
+    (tmp_path / "said_user_env.py").write_text(
+        "def reward(prompt, answer, gold):\n    return {'yes': True, 'no': False, 'text': '1'}[answer]\n", encoding="utf-8"
+    )
+    _file(tmp_path, GOOD)
+    env = build(CustomOptions(name="said_user_env:reward", data="rows.jsonl"), n_agents=1, root=tmp_path)
+    assert [env.grade(env.task(0), answer).reward for answer in ("yes", "no")] == [1.0, 0.0]
+    with pytest.raises(TaskFault, match="gave '1', not a number"):
+        env.grade(env.task(0), "text")
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps(GOOD).encode())
+    env = JsonlEnv(JsonlOptions(name="jsonl", path="rows.jsonl"), root=tmp_path)
+    assert env.task(0).prompt == "1+1?"
+
+
+@pytest.mark.parametrize("options", [{"path": "none.jsonl"}, {"path": "empty.jsonl"}])
+def test_a_file_is_named_by_the_key_that_names_it(tmp_path: Path, options: dict[str, str]) -> None:
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "keyed_user_env.py").write_text("def reward(prompt, answer, gold): return 1\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"env\.path"):
+        JsonlEnv(JsonlOptions(name="jsonl", **options), root=tmp_path)
+    with pytest.raises(ConfigError, match=r"env\.data"):
+        build(CustomOptions(name="keyed_user_env:reward", data=options["path"]), n_agents=1, root=tmp_path)
 
 
 def test_an_env_for_another_number_of_agents_is_refused(tmp_path: Path) -> None:

@@ -86,10 +86,10 @@ class CustomEnv:
     is_user_code = True
 
     def __init__(self, inner: Any, *, n_agents: int | None = None) -> None:
-        lacking = [name for name in ("size", "task", "grade") if not hasattr(inner, name)]
+        self._inner = inner
+        lacking = [name for name in ("size", "task", "grade") if self._own(name, None) is None]
         if lacking:
             raise ConfigError(f"{type(inner).__name__} has no {', '.join(lacking)}; an env needs size, task and grade")
-        self._inner = inner
         self.name: str = str(self._own("name", type(inner).__name__))
         self.seats: int | None = self._own("seats", None)
         self.size: int = self._own("size", 0)

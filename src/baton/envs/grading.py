@@ -647,8 +647,11 @@ def serve() -> None:
     threading.Thread(target=_leave_with, args=(os.getppid(),), daemon=True).start()
 
     def say(reply: Mapping[str, Any]) -> None:
-        replies.write(json.dumps(reply) + "\n")
-        replies.flush()
+        try:
+            replies.write(json.dumps(reply) + "\n")
+            replies.flush()
+        except BrokenPipeError:
+            os._exit(0)  # nobody waits for it any more
 
     say({"ready": True})
     grader: Grader | None = None
