@@ -48,7 +48,7 @@ from baton.core.keyed import PROBE, PROMPTS, SAMPLE, choice, key, permutation
 from baton.engines import adapters, local, models
 from baton.engines.engine import Anchor, Codec, Learner
 from baton.envs.custom import CustomOptions
-from baton.errors import BatonError, ConfigError, DataError, ModelError, ReplayGapError, RunError, TaskFault
+from baton.errors import BatonError, ConfigError, DataError, ModelError, ReplayGapError, RunError, TaskFault, cause
 from baton.evaluation import Bench, Measurement, report_rows, row_record
 from baton.host import Reporter, Silent, complete
 from baton.journal import Run, open_run, team_record
@@ -225,8 +225,7 @@ class _Reading:
 
 def _said(error: BaseException) -> str:
     """An error in one line."""
-    said = " ".join(str(error).split())
-    return said if isinstance(error, BatonError) else f"{type(error).__name__}: {said}"
+    return " ".join(str(error).split()) if isinstance(error, BatonError) else cause(error)
 
 
 # ---- the audit -------------------------------------------------------------------------------------------------

@@ -266,3 +266,45 @@ def test_the_context_has_other_names_in_other_architectures(tiny: Path, tmp_path
     path.write_text(json.dumps(config))
     with pytest.raises(ModelError, match=r"n_positions.*add max_position_embeddings"):
         models.context_length(tmp_path / "m")
+
+
+@pytest.fixture
+def pieces(tiny: Path, tmp_path: Path) -> Path:
+    """A SentencePiece tokenizer: Unigram with an unknown id, and a mark before the first word of a whole string."""
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
+    from tokenizers import models as kinds
+
+    folder = tmp_path / "pieces"
+    shutil.copytree(tiny, folder)
+    names = ["<unk>", "▁", "▁hi", "hi", *"abcdefghijklmnopqrstuvwxyz.?!", "\n"]
+    tokenizer = Tokenizer(kinds.Unigram([(name, -float(i)) for i, name in enumerate(names)], unk_id=0, byte_fallback=False))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")  # type: ignore[assignment]
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")  # type: ignore[assignment]
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>", "<|user|>", "<|system|>", "<|assistant|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = (
+        "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '</s>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+    )
+    path = folder / "tokenizer_config.json"
+    named = {"unk_token": "<unk>", "eos_token": "</s>", "bos_token": "<s>", "chat_template": template}
+    path.write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **named}))
+    (folder / "generation_config.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": tokenizer.token_to_id("</s>")}))
+    return folder
+
+
+def test_a_message_inside_a_conversation_gets_no_mark_of_a_first_word(pieces: Path):
+    from transformers import AutoTokenizer
+
+    talk = [system("be brief."), user("hi there"), said("hi"), user("why?")]
+    plain = [{"role": m.role, "content": m.content} for m in talk]
+    expected = AutoTokenizer.from_pretrained(pieces).apply_chat_template(plain, add_generation_prompt=True)["input_ids"]
+    assert list(ChatCodec(pieces).encode(talk)) == expected
+
+
+def test_an_unknown_piece_that_has_an_id_and_no_name_is_text(pieces: Path):
+    codec = ChatCodec(pieces)
+    assert codec.encode([user("a § b")]).count(0) == 1
+    assert 0 not in codec.encode([user("ab")])

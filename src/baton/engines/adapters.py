@@ -89,15 +89,20 @@ def start(base: Path, spec: str, options: LoraOptions, *, at: tuple[str | int, .
     as the folder that it resolved to.
 
     Raises:
-        ModelError: a target that names no linear map of the base.
+        ModelError: a target that names no linear map of the base, or a base without any.
     """
     maps = _linear_maps(base)
+    if not maps:
+        raise ModelError(
+            f"{base} has no linear maps of torch's own kind (GPT-2 has Conv1D in their place), which an adapter needs; "
+            'train it whole (adapter = "none")'
+        )
     leaves = {name.rpartition(".")[2] for name in maps}
     targets = sorted(leaves if options.targets == "all-linear" else options.targets)
-    if not leaves or not leaves.issuperset(targets):
+    if not leaves.issuperset(targets):
         raise ModelError(
             f"adapter.targets: {sorted(set(targets) - leaves) or targets} are no linear maps of {base}; "
-            f"it has {', '.join(sorted(leaves)) or 'none'}"
+            f"it has {', '.join(sorted(leaves))}"
         )
     named = spec if spec.count("/") == 1 and not Path(spec).expanduser().is_dir() else str(base.resolve())
     settings = {

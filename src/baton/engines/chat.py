@@ -20,7 +20,7 @@ from weakref import WeakValueDictionary
 from tokenizers import Tokenizer
 
 from baton.engines.models import context_length, read_config
-from baton.errors import ModelError
+from baton.errors import ModelError, cause
 from baton.types import Message, TokenIds
 
 Role = Literal["system", "user", "assistant"]
@@ -70,9 +70,12 @@ class ChatCodec:
         self._tokenizer.no_truncation()
         plain = json.loads(self._tokenizer.to_str())
         self._control = {str(token["content"]): int(token["id"]) for token in plain["added_tokens"]}
-        unknown = plain["model"].get("unk_token")
-        # What the model gives for text it cannot spell is no control token, even where it is listed with them.
-        self._forbidden = frozenset(self._control.values()) - {self._control.get(unknown, -1)}
+        # What the model gives for text it cannot spell is no control token, even where it is listed with them. Unigram names
+        # it by id, the other kinds by text.
+        unknown = {self._control.get(plain["model"].get("unk_token"), -1), plain["model"].get("unk_id")}
+        self._forbidden = frozenset(self._control.values()) - unknown
+        _no_prefix_inside(plain["pre_tokenizer"])
+        self._inner_tokenizer = Tokenizer.from_str(json.dumps(plain))
         plain["added_tokens"], plain["post_processor"] = [], None
         self._text_tokenizer = Tokenizer.from_str(json.dumps(plain))
         self._context_length = context_length(folder)
@@ -172,7 +175,7 @@ class ChatCodec:
             text = cast(str, self._rendering.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
         except Exception as error:  # a template is a program of its own and may raise anything
             raise ModelError(
-                f"chat template of {self.folder} refuses the roles {', '.join(roles) or '(none)'}: {error}; "
+                f"chat template of {self.folder} refuses the roles {', '.join(roles) or '(none)'}: {cause(error)}; "
                 "change the protocol or the template"
             ) from error
         pieces: list[TokenIds] = []
@@ -187,13 +190,14 @@ class ChatCodec:
             before, _, text = text.partition(f" {name} " if whole else name)
             if any(later in before for later in names):
                 raise ModelError(f"chat template of {self.folder} reorders the messages of {', '.join(roles)}")
-            pieces.append(self._template_ids(before))
+            pieces.append(self._template_ids(before, is_first=i == 0))
             stripped.append(not whole)
-        return _Skeleton(pieces=(*pieces, self._template_ids(text)), stripped=tuple(stripped))
+        return _Skeleton(pieces=(*pieces, self._template_ids(text, is_first=False)), stripped=tuple(stripped))
 
-    def _template_ids(self, text: str) -> TokenIds:
+    def _template_ids(self, text: str, *, is_first: bool) -> TokenIds:
         # The template writes its own BOS; the tokenizer must not add a second one (PITFALLS B06).
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        tokenizer = self._tokenizer if is_first else self._inner_tokenizer
+        return tuple(tokenizer.encode(text, add_special_tokens=False).ids)
 
     def _require_rows(self) -> None:
         """Every id of the tokenizer needs its row of the embedding."""
@@ -257,6 +261,18 @@ def codec_of(folder: Path) -> ChatCodec:
     if codec is None:
         codec = _shared[digest.hexdigest()] = ChatCodec(folder)
     return codec
+
+
+def _no_prefix_inside(pre_tokenizer: Any) -> None:
+    """A SentencePiece tokenizer may mark the first word of a whole string (`prepend_scheme` first). Messages and all pieces
+    of a template but the first stand inside one."""
+    if not isinstance(pre_tokenizer, dict):
+        return
+    node = cast("dict[str, Any]", pre_tokenizer)
+    if node.get("prepend_scheme") == "first":
+        node["prepend_scheme"] = "never"
+    for inner in node.get("pretokenizers", ()):
+        _no_prefix_inside(inner)
 
 
 def _fold_system(messages: Sequence[Message]) -> Sequence[Message]:

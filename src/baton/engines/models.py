@@ -245,7 +245,7 @@ def _hub(spec: str, *, download: bool, asks: bool = True) -> Path:
     # The Hub's client raises its own errors, the system's, and those of an HTTP library that changes with its version.
     except Exception as error:
         raise ModelError(
-            f"model '{spec}' is not on this machine and the Hub did not give it ({type(error).__name__}: {error}); "
+            f"model '{spec}' is not on this machine and the Hub did not give it ({cause(error)}); "
             "check the id and the network, or name a local folder"
         ) from error
     if not any(name.endswith(".safetensors") for name in files):

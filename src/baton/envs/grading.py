@@ -28,7 +28,7 @@ from types import FrameType, TracebackType
 from typing import IO, Any, Literal, NoReturn, Protocol
 
 from baton.envs.env import Grade
-from baton.errors import ConfigError, TaskFault
+from baton.errors import ConfigError, TaskFault, cause
 from baton.types import Failed, Task
 
 Match = Literal["exact", "math", "aime", "dapo", "gsm8k", "countdown"]
@@ -672,7 +672,7 @@ def _open(spec: EnvSpec) -> tuple[Grader | None, Mapping[str, Any]]:
     try:
         grader = build_grader(spec)
     except Exception as error:  # the documented edge: user code may raise anything; the parent gets it as a ConfigError
-        return None, {"error": f"{type(error).__name__}: {error}"}
+        return None, {"error": f"{cause(error)}"}
     if not grader.is_user_code:
         _limit_memory()
     return grader, {"is_user_code": grader.is_user_code, "lowest": grader.reward_range[0]}
@@ -686,12 +686,12 @@ def _grade(grader: Grader, task: Task, answer: str, limit_s: float) -> Mapping[s
         return {"late": f"no grade within {limit_s:g} s"}
     except (MemoryError, RecursionError) as error:
         if grader.is_user_code:
-            return {"fault": f"{type(error).__name__}: {error}"}
+            return {"fault": f"{cause(error)}"}
         return {"late": type(error).__name__}
     except TaskFault as fault:
         return {"fault": str(fault)}
     except (Exception, SystemExit) as error:  # the documented edge: what a grader raises becomes `Failed`
-        return {"fault": f"{type(error).__name__}: {error}"}
+        return {"fault": f"{cause(error)}"}
     return {"reward": grade.reward, "reason": grade.reason}
 
 

@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from baton.core.keyed import Key
 from baton.envs.env import Demonstration, Grade
 from baton.envs.grading import labelled, tagged, without_thinking
-from baton.errors import ConfigError, DataError, MissingError, TaskFault
+from baton.errors import ConfigError, DataError, MissingError, TaskFault, cause
 from baton.types import Task
 
 _CALLS_EVAL = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
@@ -161,7 +161,7 @@ def _create(options: ReasoningGymOptions) -> Any:
     try:
         dataset = library.create_dataset(name, seed=options.seed, size=options.prompts, **options.difficulty)
     except (TypeError, ValueError, AssertionError) as error:
-        raise ConfigError(f"reasoning-gym refuses the difficulty of '{name}': {error}") from error
+        raise ConfigError(f"reasoning-gym refuses the difficulty of '{name}': {cause(error)}") from error
     if name in _CALLS_EVAL:
         # A module global shadows the builtin: the scorer's `eval(answer)` then reads literals and runs nothing.
         vars(sys.modules[type(dataset).__module__])["eval"] = ast.literal_eval
