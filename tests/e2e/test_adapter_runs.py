@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import worlds
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from baton import assemble, evaluate, records, run
 from baton.config import Config
@@ -187,7 +187,7 @@ def test_a_device_that_torch_does_not_have_is_refused_before_a_weight_is_read(
 ) -> None:
     monkeypatch.setattr(models, "load", lambda *_, **__: pytest.fail("a model was loaded"))
     for name, said in (("cuda:7", "cannot be used"), ("gpu", "cannot be used"), ("meta", "holds no numbers")):
-        with pytest.raises(ModelError, match=rf"agents\.device = '{name}' {said}"):
+        with pytest.raises(ModelError, match=rf"agents\.second\.device = '{name}' {said}"):
             run.train(worlds.relay(f"agents.second.device={name}"), run=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -247,3 +247,43 @@ def test_a_run_of_adapters_begins_with_its_warm_start(tmp_path: Path) -> None:
         run.train(
             worlds.adapters(f"agents.0.warm_start={start}", "agents.0.adapter.rank=3"), run=tmp_path / "run", resume=True
         )
+
+
+def test_a_rank_that_no_map_of_the_base_can_have_is_refused() -> None:
+    settings = worlds.adapters("agents.0.adapter={rank=5000, alpha=8}")
+    plan = assemble.prepare(settings, root=Path())
+    with pytest.raises(ModelError, match=r"adapter\.rank = 5000: .* wide and has no more; lower it"):
+        assemble.fresh_folder(plan, 0)
+
+
+def test_adapters_on_a_base_that_changed_since_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_CACHE", str(tmp_path / "cache"))
+    run.train(worlds.adapters("algorithm.stages=1"), run=tmp_path / "run")
+    base = adapters.base_of(run.Run(tmp_path / "run").folder("first", 0))
+    weights = load_file(base / "model.safetensors")
+    weights["model.norm.weight"] += 1.0
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="whose weights are not those that it was made for"):
+        run.load_team(tmp_path / "run")
+
+
+def test_a_run_speaks_with_its_own_tokenizer_and_template(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(models.resolve("tiny:64k", seed=20000), folder)
+    overrides = [f"agents.{i}.model={folder}" for i in range(2)]
+    run.train(worlds.relay("algorithm.stages=1", *overrides), run=tmp_path / "run")
+
+    def said() -> list[tuple[int, ...]]:
+        team = run.load_team(tmp_path / "run")
+        try:
+            return [turn.prompt_ids for turn in team.play("table: abcd ; in: a").turns]
+        finally:
+            team.close()
+
+    before = said()
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps({**settings, "chat_template": "Q: " + settings["chat_template"]}))
+    assert said() == before
+    run.train(worlds.relay("algorithm.stages=2", *overrides), run=tmp_path / "run", resume=True)
+    assert said()[0] == before[0]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import worlds
 
-from baton import config, records, run
+from baton import assemble, config, records, run
 from baton.errors import ConfigError, ModelError, TaskFault
 from baton.evaluation import evaluate
 from baton.types import Failed
@@ -192,3 +192,41 @@ def test_a_server_with_several_models_needs_a_name() -> None:
 def test_an_address_that_is_none_is_refused_before_anything_is_asked() -> None:
     with pytest.raises(ConfigError, match="write the server's base address"):
         worlds.world(with_endpoint("127.0.0.1:8000"))
+
+
+def test_a_server_that_moved_is_followed_and_one_that_answers_nonsense_is_named() -> None:
+    with server(first_bit) as (url, seen):
+        moved: dict[str, str] = {"to": url}
+
+        class Elsewhere(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                if "to" in moved:
+                    self.send_response(307)
+                    self.send_header("Location", moved["to"] + self.path.removeprefix("/v1"))
+                    self.end_headers()
+                    return
+                body = b"[" * 100_000
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers["Content-Length"]))
+                self.do_GET()
+
+            def log_message(self, format: str, *args: Any) -> None:
+                """Silent."""
+
+        old = ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere)
+        threading.Thread(target=old.serve_forever, daemon=True).start()
+        try:
+            settings = with_endpoint(f"http://127.0.0.1:{old.server_address[1]}/v1", "algorithm.stages=1")
+            stage = worlds.world(settings)
+            assert len(stage.train()) == 1 and len(seen) > 0
+            del moved["to"]
+            with pytest.raises(ModelError, match=r"'a': .* does not answer as an OpenAI-compatible server \(RecursionError"):
+                assemble.prepare(settings, root=Path())
+        finally:
+            old.shutdown()
+            old.server_close()

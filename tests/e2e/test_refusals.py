@@ -212,6 +212,24 @@ def test_config_names_what_is_not_there(refused: Callable[..., str], tmp_path: P
     assert said in line and len(line) < 300
 
 
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("engine.threads=4096", "engine.threads = 4096: this machine has"),
+        ("agents.first.model=table:0", "table:0"),
+        ("agents.first.warm_start={steps=2}", "tables start from zeros"),
+    ],
+)
+def test_a_start_that_is_refused_leaves_no_folder(
+    refused: Callable[..., str],
+    config: Path,  # noqa: F811
+    tmp_path: Path,
+    setting: str,
+    said: str,
+) -> None:
+    assert said in refused("train", config, "--set", setting, "--run", tmp_path / "run")
+
+
 # ---- Ctrl-C ----------------------------------------------------------------------------------------------------
 
 

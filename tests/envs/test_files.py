@@ -46,6 +46,7 @@ def test_a_missing_field_is_named_with_its_row_and_the_fields_present(tmp_path: 
         ("{", "row 2: not JSON"),
         ('{"question": "q", "answer": NaN}', "row 2: not JSON: NaN"),
         ({"question": "q", "answer": {"a": 1}}, "row 2: 'answer' is dict"),
+        ('{"question": "\\ud800", "answer": "1"}', "row 2: half a surrogate pair"),
         ("[1]", "row 2: list, not an object"),
     ],
 )
