@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_cli import TABLES
 
 import baton
 from baton import run
@@ -19,41 +20,13 @@ from baton.cli import main
 from baton.config import keys, parse
 from baton.engines.engine import ScoreRequest
 
-TABLES = """
-seed = 3
-[env]
-name = "relay"
-layout = "row"
-symbols = 3
-prompts = 250
-[protocol]
-name = "chain"
-sees = "previous"
-[engine]
-name = "table"
-[gate]
-preset = "demo"
-probe_prompts = 16
-[algorithm]
-stages = 1
-episodes = 32
-[[agents]]
-name = "first"
-model = "table:012"
-max_new_tokens = 1
-lr = 0.2
-[[agents]]
-name = "second"
-model = "table:012"
-max_new_tokens = 1
-lr = 0.2
-"""
+ONE_STAGE = "seed = 3" + TABLES.replace("stages = 2", "stages = 1")
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("config") / "tables.toml"
-    path.write_text(TABLES)
+    path.write_text(ONE_STAGE)
     return path
 
 
