@@ -429,7 +429,7 @@ def _announce(world: World, started: Record, position: Position, reporter: Repor
 
 def _remedy(reason: str, run: Run) -> str:
     """What helps against this reason: of its last case the detail, where that says more than the reason does."""
-    details = [u["verdict"].get("detail", "") for u in run.updates if u["word"] == f"rejected {reason}"]
+    details = [u["verdict"].get("detail", "") for u in run.updates if u["verdict"].get("reason") == reason]
     told = details[-1] if details else ""
     if reason == "no_signal" and " acted " in told:
         return f"{told}; let the protocol call it more often, or raise algorithm.episodes and gate.probe_prompts"

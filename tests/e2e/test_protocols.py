@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ import worlds
 
 from baton import assemble, config, protocols, run
 from baton.algorithms.state import UpdateReport
+from baton.cli import main
 from baton.core.batching import trajectories
 from baton.core.keyed import key
 from baton.engines.engine import Completion, Request
@@ -691,3 +693,24 @@ def test_a_router_learns_to_name_the_one_who_knows(schedule: str) -> None:
     asked = [(e.turns[0].text, [t.agent for t in e.turns]) for e in episodes]
     right = [[f"@{'xy'[int(e.task_id[1:]) % 2]}", ["r", "xy"[int(e.task_id[1:]) % 2]]] for e in episodes]
     assert sum(list(a) == r for a, r in zip(asked, right, strict=True)) > 0.9 * 128
+
+
+def test_a_run_that_stalls_because_the_gate_never_hears_an_agent_says_that(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second agent is asked on train prompts alone, and the first may not move: every update is refused."""
+    (tmp_path / "seldom.py").write_text(
+        "import json, pathlib\n"
+        "TRAIN = set(json.loads(pathlib.Path(__file__).with_name('train.json').read_text()))\n"
+        "def rule(task, turns, agents):\n"
+        "    return 0 if not turns else 1 if len(turns) == 1 and task.id in TRAIN else None\n"
+    )
+    settings = worlds.parity("agents.a.trainable=false", 'agents.a.lr="auto"', "algorithm.stages=4")
+    splits = assemble.prepare(settings, root=tmp_path).splits
+    (tmp_path / "train.json").write_text(json.dumps([t.id for t in splits.train]))
+    text = config.parse(settings.model_dump(mode="json", exclude_none=True), ["protocol={name='router',rule='seldom:rule'}"])
+    (tmp_path / "seldom.toml").write_text(text.to_toml())
+    assert main(["train", str(tmp_path / "seldom.toml"), "--run", str(tmp_path / "run")]) == 3
+    said = capsys.readouterr().out
+    assert "Remedy: 'b' acted on 0 probe prompts, the gate needs 1; let the protocol call it more often" in said
+    assert "all equal" not in said

@@ -277,6 +277,27 @@ def test_evaluations_in_the_run_directory_become_tables_the_newest_first(changed
     assert "holds no evaluation" not in page.text
 
 
+@pytest.mark.parametrize("is_of_now", [True, False])
+def test_the_first_sentence_is_the_result_where_the_team_as_it_is_was_measured(
+    changed: Callable[..., Path], is_of_now: bool
+) -> None:
+    def add(path: Path, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        versions = dict(run.Run(path).position.team.versions) if is_of_now else {"a": 0, "b": 0}
+        row = {"name": "team", "value": 0.5, "low": 0.4, "high": 0.6, "n": 77}
+        rows = [row, row | {"name": "untrained team", "value": 0.25, "low": 0.2, "high": 0.3}]
+        (path / "evaluations").mkdir()
+        (path / "evaluations" / "001.json").write_text(json.dumps({"versions": versions, "rows": rows}))
+        return lines
+
+    text = " ".join(taken_apart(changed(add)).text.split())
+    result = (
+        "On 77 test prompts the team's mean reward is .500 [.400, .600], the untrained team's .250 [.200, .300]. In 4 stages"
+    )
+    assert (result in text) is is_of_now
+    assert ("test prompts, untrained → trained" in text) is is_of_now
+    assert ("train prompts, start → last update" in text) is not is_of_now
+
+
 def test_a_run_without_an_evaluation_says_how_to_get_one(trained: Path) -> None:
     assert f"baton evaluate {trained}" in taken_apart(trained).text
 
