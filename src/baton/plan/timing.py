@@ -36,7 +36,6 @@ SMALL = 5_000_000
 FEW_LAYERS = 4
 """Layers of a larger model that are timed; one layer and these give the time of each further one."""
 
-
 PARTS = ("sample", "read", "step", "gate", "publish", "snapshots", "write")
 """Parts of an update's seconds: playing; replay and anchors; optimiser steps; one look; publication with its proof; the
 state to go back to (a copy, or what wakes a learner that left memory); files with their fsync. A stage has `order` beside
