@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from baton import assemble, config, console, plan, records, run
+from baton import assemble, config, console, records, run
 from baton.algorithms.options import SatOptions
 from baton.cli import main
 from baton.config import Config
@@ -21,6 +21,8 @@ from baton.engines import local, models, table
 from baton.engines.adapters import LoraOptions
 from baton.engines.endpoint import Endpoint
 from baton.errors import ConfigError
+from baton.plan import limits, members, memory, plan, rehearsal, timing, tracing
+from baton.plan.members import Member
 from e2e.worlds import adapters, parity, relay, router, tree
 
 WIDE = [
@@ -40,7 +42,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture(scope="module")
 def planned(cache: None) -> Any:
     """The plan of a team of tiny models, and the run."""
-    return plan.plan(relay(*WIDE), root=Path())
+    return plan(relay(*WIDE), root=Path())
 
 
 @pytest.fixture(scope="module")
@@ -85,16 +87,16 @@ def test_shapes_are_those_that_the_run_trains_on(planned: Any, made: run.Run) ->
 def test_seconds_add_up_from_parts_to_stage_to_run(planned: Any) -> None:
     times = planned["time"]
     parts = [times["update"][agent] for agent in ("first", "second")]
-    assert all(sum(part[name] for name in plan.PARTS) == pytest.approx(part["total"]) for part in parts)
+    assert all(sum(part[name] for name in timing.PARTS) == pytest.approx(part["total"]) for part in parts)
     assert times["stage"]["total"] == pytest.approx(sum(part["total"] for part in parts))
     assert times["run"] == pytest.approx(3 * times["stage"]["total"])
-    assert all(part[name] > 0 for part in parts for name in plan.PARTS)
+    assert all(part[name] > 0 for part in parts for name in timing.PARTS)
     assert times["threads"] == 1
 
 
 def test_a_joint_stage_generates_once_for_all(cache: None) -> None:
     configs = [parity(f"algorithm.name={name}") for name in ("sat", "joint")]
-    tokens = [plan.rehearsed(_prepared(config)).tokens(config) for config in configs]
+    tokens = [rehearsal.rehearsed(_prepared(config)).tokens(config) for config in configs]
     # Twice the prompts, once; the probe is heard to its end, once, instead of to each agent's turn.
     assert tokens[0]["stage"] == {"train": 2 * 32 * 2, "probe": 16 * (1 + 2)}
     assert tokens[1]["stage"] == {"train": 64 * 2, "probe": 16 * 2}
@@ -110,9 +112,9 @@ def _prepared(config: Config) -> assemble.Plan:
 def test_a_model_traced_without_weights_holds_what_the_model_itself_holds(cache: None) -> None:
     folder = models.resolve("tiny:64k")
     rows, width, states = 16, 40, 16
-    claimed = plan.traced(folder, rows=rows, width=width, states=states, compute="float32", kl=True)
+    claimed = tracing.traced(folder, rows=rows, width=width, states=states, compute="float32", kl=True)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
-    live = plan._Live()
+    live = tracing._Live()
     ids = torch.zeros(rows, width - 1, dtype=torch.long)
     with live:
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
@@ -129,25 +131,25 @@ def test_a_model_traced_without_weights_holds_what_the_model_itself_holds(cache:
 
 def test_more_tokens_and_a_backward_hold_more(cache: None) -> None:
     folder = models.resolve("tiny:64k")
-    few, many = (plan.traced(folder, rows=r, width=40, states=r, compute="float32", kl=False) for r in (8, 32))
-    read = plan.traced(folder, rows=32, width=40, states=0, compute="float32", kl=False)
+    few, many = (tracing.traced(folder, rows=r, width=40, states=r, compute="float32", kl=False) for r in (8, 32))
+    read = tracing.traced(folder, rows=32, width=40, states=0, compute="float32", kl=False)
     assert 3.0 < (many - 4 * 65_104) / (few - 4 * 65_104) < 4.5
     assert read < many / 3
 
 
-def member(name: str, *, item: int = 2, **more: Any) -> plan._Member:
+def member(name: str, *, item: int = 2, **more: Any) -> Member:
     shape: dict[str, Any] = {"layers": 2, "width": 8, "vocabulary": 16, "kv_per_token": 4, "lora": None, "leaves": False}
     shape |= {"is_trained": True, "learns": True, "whole": 1000, "parameters": 1000, "served": item * 1000, **more}
-    return plan._Member(agent=name, folder=Path(name), base=Path(), device="cpu", compute="float32", item=item, **shape)
+    return Member(agent=name, folder=Path(name), base=Path(), device="cpu", compute="float32", item=item, **shape)
 
 
 WORK = {"process": 1, "anchors": 2, "activations": 3, "laws": 5, "decoding": 7, "kv": 11, "scores": 13}
 ONE_LOOK: dict[str, Any] = {"line_search": {"halvings": 0}}
 
 
-def held(team: list[plan._Member], phase: plan.Phase, moved: str = "", **options: Any) -> int:
+def held(team: list[Member], phase: memory.Phase, moved: str = "", **options: Any) -> int:
     """Bytes while the first of the team is updated and the agents named by a letter each have been before."""
-    terms = plan.memory_terms(team, team[0], frozenset(moved), options=SatOptions(**{**ONE_LOOK, **options}), work=WORK)
+    terms = memory.memory_terms(team, team[0], frozenset(moved), options=SatOptions(**{**ONE_LOOK, **options}), work=WORK)
     return sum(t.bytes for t in terms if phase in t.phases)
 
 
@@ -218,19 +220,19 @@ def test_adapters_share_one_base_and_hold_their_own_numbers_alone() -> None:
 
 def test_a_frozen_teammate_holds_its_promoted_slot_alone() -> None:
     team = [member("a"), member("b", is_trained=False, learns=False)]
-    for phase in plan.PHASES:
+    for phase in memory.PHASES:
         assert held(team, phase, "a") - held(team[:1], phase, "a") == 2 * 1000
 
 
 def test_an_adapter_traced_without_weights_holds_what_itself_on_its_base_holds(cache: None) -> None:
     prepared = _prepared(adapters())
-    (m, _) = plan.members(prepared, plan.rehearsed(prepared))
+    (m, _) = members.present(prepared, rehearsal.rehearsed(prepared))
     assert 0 < m.parameters < m.whole == 65_104 and m.base == prepared.bases["first"] != m.folder
     rows, width, states = 16, 40, 16
     shape: dict[str, Any] = {"rows": rows, "width": width, "states": states, "compute": "float32", "kl": False}
-    claimed = plan.traced(m.folder, **shape)
+    claimed = tracing.traced(m.folder, **shape)
     net = local.Bases().adapted(m.folder, dtype=torch.float32, device=torch.device("cpu"), is_trained=True)
-    live = plan._Live()
+    live = tracing._Live()
     with live:
         hidden = net.hidden(torch.zeros(rows, width - 1, dtype=torch.long))
         chosen = hidden.flatten(0, 1).index_select(0, torch.zeros(states, dtype=torch.long))
@@ -249,9 +251,9 @@ def test_the_peak_is_the_largest_phase_and_the_sum_of_what_is_named(planned: Any
 
 
 def test_a_machine_that_cannot_hold_the_test_gets_no_times(cache: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "_available", lambda: 1000)
-    monkeypatch.setattr(plan, "_measured", lambda *_: pytest.fail("it measured"))
-    times = plan.plan(relay(), root=Path())["time"]
+    monkeypatch.setattr(timing, "_available", lambda: 1000)
+    monkeypatch.setattr(timing, "_measured", lambda *_: pytest.fail("it measured"))
+    times = plan(relay(), root=Path())["time"]
     assert times["run"] is None and "not timed" in times["measured"]
 
 
@@ -260,26 +262,26 @@ def test_a_busy_machine_is_said_beside_its_times(
     cache: None, monkeypatch: pytest.MonkeyPatch, load: float, said: bool
 ) -> None:
     monkeypatch.setattr("os.getloadavg", lambda: (load, load, load))
-    report = plan.plan(parity(), root=Path())
+    report = plan(parity(), root=Path())
     assert any("busy machine" in line for line in console.plan_lines(report)) == said
 
 
 def test_layers_that_were_not_timed_take_what_the_timed_ones_took_each() -> None:
-    assert plan._extended([{"step": 2.0}, {"step": 5.0}], (1, 4), 30) == {"step": 2.0 + 29 * 1.0}
-    assert plan._extended([{"step": 2.0}, {"step": 1.9}], (1, 4), 30) == {"step": 2.0}
+    assert timing._extended([{"step": 2.0}, {"step": 5.0}], (1, 4), 30) == {"step": 2.0 + 29 * 1.0}
+    assert timing._extended([{"step": 2.0}, {"step": 1.9}], (1, 4), 30) == {"step": 2.0}
 
 
 def test_a_cut_down_model_keeps_the_width_and_runs_in_the_engine(cache: None, tmp_path: Path) -> None:
     prepared = _prepared(relay())
-    update = plan.rehearsed(prepared)
-    m = plan.members(prepared, update)[0]
+    update = rehearsal.rehearsed(prepared)
+    m = members.present(prepared, update)[0]
     before = torch.random.get_rng_state()
-    folder = plan._cut_down(m, 1, tmp_path / "one")
+    folder = timing._cut_down(m, 1, tmp_path / "one")
     assert torch.equal(before, torch.random.get_rng_state())
     read = models.read_config(folder)
     assert read["num_hidden_layers"] == 1 and read["hidden_size"] == m.width
-    seconds = run.complete(plan._timed_update(prepared, m, folder, update, tmp_path))
-    assert set(seconds) == {"request", *plan.PARTS[1:]} and all(value > 0 for value in seconds.values())
+    seconds = run.complete(timing._timed_update(prepared, m, folder, update, tmp_path))
+    assert set(seconds) == {"request", *timing.PARTS[1:]} and all(value > 0 for value in seconds.values())
 
 
 # ---- lengths ---------------------------------------------------------------------------------------------------
@@ -288,7 +290,7 @@ LONG = ["agents.0.max_new_tokens=6", "agents.1.max_new_tokens=3"]
 
 
 def lengths(config: Config, answer_tokens: int | None = None) -> list[set[int]]:
-    update = plan.rehearsed(_prepared(config), answer_tokens)
+    update = rehearsal.rehearsed(_prepared(config), answer_tokens)
     return [{len(t.ids) for e in update.train for t in e.turns if t.seat == seat} for seat in (0, 1)]
 
 
@@ -302,7 +304,7 @@ def test_messages_are_as_long_as_allowed_as_demonstrated_or_as_told(cache: None)
 
 def test_a_longer_message_is_a_longer_prompt_for_the_next_seat(cache: None) -> None:
     def prompt(answer: int) -> int:
-        update = plan.rehearsed(_prepared(relay(*LONG)), answer)
+        update = rehearsal.rehearsed(_prepared(relay(*LONG)), answer)
         return max(len(t.prompt_ids) for e in update.train for t in e.turns if t.seat == 1)
 
     assert prompt(6) - prompt(1) == 5
@@ -312,16 +314,16 @@ def test_a_longer_message_is_a_longer_prompt_for_the_next_seat(cache: None) -> N
 
 
 def speakers(settings: Config) -> list[tuple[str, ...]]:
-    update = plan.rehearsed(_prepared(settings))
+    update = rehearsal.rehearsed(_prepared(settings))
     return [tuple(t.agent for t in e.turns) for e in update.train]
 
 
 def test_where_messages_decide_who_is_next_everybody_speaks_in_turn_and_the_plan_says_so(cache: None) -> None:
     settings = router("protocol.max_turns=2")
     assert set(speakers(settings)) == {("r", "x", "y", "r", "x", "y")}
-    (note,) = plan._notes(_prepared(settings), plan.rehearsed(_prepared(settings)))
+    (note,) = rehearsal.notes(_prepared(settings), rehearsal.rehearsed(_prepared(settings)))
     assert "router" in note and "(2)" in note
-    assert plan._notes(_prepared(parity()), plan.rehearsed(_prepared(parity()))) == []
+    assert rehearsal.notes(_prepared(parity()), rehearsal.rehearsed(_prepared(parity()))) == []
 
 
 def debate(*overrides: str) -> Config:
@@ -329,7 +331,7 @@ def debate(*overrides: str) -> Config:
 
 
 def test_a_debates_probe_is_heard_to_the_end_of_the_round_of_an_agents_last_turn(cache: None) -> None:
-    update = plan.rehearsed(_prepared(debate()))
+    update = rehearsal.rehearsed(_prepared(debate()))
     assert {len(e.turns) for e in (*update.train, *update.probe)} == {6}
     assert {name: {len(e.turns) for e in heard} for name, heard in update.probe_until.items()} == {
         name: {6} for name in "abc"
@@ -339,7 +341,7 @@ def test_a_debates_probe_is_heard_to_the_end_of_the_round_of_an_agents_last_turn
 
 
 def test_a_chains_probe_is_heard_to_an_agents_last_turn(cache: None) -> None:
-    update = plan.rehearsed(_prepared(parity("protocol.rounds=2", "protocol.sees=all")))
+    update = rehearsal.rehearsed(_prepared(parity("protocol.rounds=2", "protocol.sees=all")))
     assert {name: {len(e.turns) for e in heard} for name, heard in update.probe_until.items()} == {"a": {3}, "b": {4}}
 
 
@@ -349,15 +351,15 @@ def test_a_rotating_chain_is_rehearsed_from_every_seat(cache: None) -> None:
 
 def test_episodes_that_a_stage_reuses_are_played_once_and_trained_on_by_all(cache: None) -> None:
     fresh, reused = parity(), parity("algorithm.data=reuse")
-    update = plan.rehearsed(_prepared(reused))
+    update = rehearsal.rehearsed(_prepared(reused))
     assert len(update.train) == 2 * 32 and {b.batch.n_rows for b in update.batches.values()} == {64}
-    tokens, other = update.tokens(reused)["stage"], plan.rehearsed(_prepared(fresh)).tokens(fresh)["stage"]
+    tokens, other = update.tokens(reused)["stage"], rehearsal.rehearsed(_prepared(fresh)).tokens(fresh)["stage"]
     assert tokens == other == {"train": 2 * 32 * 2, "probe": 16 * (1 + 2)}
-    assert any("played once" in note for note in plan._notes(_prepared(reused), update))
+    assert any("played once" in note for note in rehearsal.notes(_prepared(reused), update))
 
 
 def test_what_a_measured_order_takes_is_counted_once_a_stage(cache: None) -> None:
-    usual, measured = plan.plan(parity(), root=Path()), plan.plan(parity("algorithm.order=greedy"), root=Path())
+    usual, measured = plan(parity(), root=Path()), plan(parity("algorithm.order=greedy"), root=Path())
     assert measured["tokens"]["stage"]["order"] == 64 * 2 and "order" not in usual["tokens"]["stage"]
     assert measured["time"]["stage"]["order"] > 0 and "order" not in usual["time"]["stage"]
     assert "order" in measured["memory"]["phases"] and "order" not in usual["memory"]["phases"]
@@ -366,7 +368,7 @@ def test_what_a_measured_order_takes_is_counted_once_a_stage(cache: None) -> Non
 
 def test_retries_are_said_to_be_left_out(cache: None) -> None:
     settings = parity("algorithm.backtrack.tries=3")
-    (note,) = plan._notes(_prepared(settings), plan.rehearsed(_prepared(settings)))
+    (note,) = rehearsal.notes(_prepared(settings), rehearsal.rehearsed(_prepared(settings)))
     assert "3 times" in note
 
 
@@ -382,7 +384,7 @@ def check_files(made: run.Run, report: Any) -> None:
 
 def test_a_frozen_teammate_is_played_with_and_never_updated(cache: None, tmp_path: Path) -> None:
     settings = relay("agents.first.trainable=false", "agents.first.lr=auto", "agents.first.radius=preset", *WIDE[1:])
-    report: Any = plan.plan(settings, root=Path())
+    report: Any = plan(settings, root=Path())
     made = run.train(settings, run=tmp_path / "run")
     assert [a["kind"] for a in report["agents"]] == ["frozen", "trained"]
     assert set(report["time"]["update"]) == set(report["disk"]["training_state"]) == {"second"}
@@ -397,8 +399,8 @@ def test_an_endpoint_says_words_that_nobody_trains_on(cache: None, monkeypatch: 
     own = tree("ab")
     own["agents"][0] = {"name": "a", "model": "endpoint:http://127.0.0.1:9/v1", "trainable": False, "system": ""}
     settings = config.parse(own, ["agents.a.max_new_tokens=5"])
-    report: Any = plan.plan(settings, root=Path())
-    update = plan.rehearsed(_prepared(settings))
+    report: Any = plan(settings, root=Path())
+    update = rehearsal.rehearsed(_prepared(settings))
     assert all(len(e.turns[0].text.split()) == 5 and not e.turns[0].ids for e in update.train)
     assert list(report["episodes"]) == list(report["time"]["update"]) == ["b"]
     assert report["agents"][0] == {"agent": "a", "kind": "endpoint", "max_new_tokens": 5}
@@ -409,15 +411,15 @@ def test_an_endpoint_says_words_that_nobody_trains_on(cache: None, monkeypatch: 
 def test_prompts_that_outgrow_a_context_are_warned_about(cache: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "CONTEXT_LENGTH", 100)
     settings = debate(*(f"agents.{name}.max_new_tokens=20" for name in "abc"))
-    update = plan.rehearsed(_prepared(settings))
+    update = rehearsal.rehearsed(_prepared(settings))
     assert set(update.too_long) == set("abc")
     assert max(len(t.prompt_ids) + 20 for e in update.train for t in e.turns) == 100
-    assert "context" in plan._notes(_prepared(settings), update)[0]
+    assert "context" in rehearsal.notes(_prepared(settings), update)[0]
 
 
 def test_a_plan_of_adapters_is_what_their_run_leaves(cache: None, tmp_path: Path) -> None:
     settings = adapters(*WIDE)
-    report: Any = plan.plan(settings, root=Path())
+    report: Any = plan(settings, root=Path())
     made = run.train(settings, run=tmp_path / "run")
     check_files(made, report)
     assert made.files["first"]["training"]
@@ -427,13 +429,13 @@ def test_a_plan_of_adapters_is_what_their_run_leaves(cache: None, tmp_path: Path
 
 def test_a_cut_down_adapter_lies_on_a_cut_down_base_and_wakes_in_the_engine(cache: None, tmp_path: Path) -> None:
     prepared = _prepared(adapters("engine.resting=disk", "algorithm.order=greedy"))
-    update = plan.rehearsed(prepared)
-    m = plan.members(prepared, update)[0]
+    update = rehearsal.rehearsed(prepared)
+    m = members.present(prepared, update)[0]
     assert m.leaves
-    folder = plan._cut_down(m, 1, tmp_path / "one")
+    folder = timing._cut_down(m, 1, tmp_path / "one")
     assert models.read_config(engine_adapters.base_of(folder))["num_hidden_layers"] == 1
-    seconds = run.complete(plan._timed_update(prepared, m, folder, update, tmp_path))
-    assert set(seconds) == {"request", "score", *plan.PARTS[1:]} and all(value > 0 for value in seconds.values())
+    seconds = run.complete(timing._timed_update(prepared, m, folder, update, tmp_path))
+    assert set(seconds) == {"request", "score", *timing.PARTS[1:]} and all(value > 0 for value in seconds.values())
 
 
 # ---- the speed limit -------------------------------------------------------------------------------------------
@@ -441,7 +443,7 @@ def test_a_cut_down_adapter_lies_on_a_cut_down_base_and_wakes_in_the_engine(cach
 
 def limit(*overrides: str, start: float = 0.1, goal: float = 0.98) -> Any:
     config = parity(*overrides)
-    return plan._limits(config, plan.rehearsed(_prepared(config)), start, goal)
+    return limits.record(config, rehearsal.rehearsed(_prepared(config)), start, goal)
 
 
 def test_the_speed_limit_of_one_token_is_the_specifications(cache: None) -> None:
@@ -464,7 +466,7 @@ def test_a_plan_with_stages_enough_is_not_warned_about(cache: None) -> None:
 
 def test_tokens_widen_what_an_update_may_do(cache: None) -> None:
     config = parity("gate.preset=default", "agents.0.max_new_tokens=5")
-    row, other = plan._limits(config, plan.rehearsed(_prepared(config)), 0.1, 0.98)["agents"]
+    row, other = limits.record(config, rehearsal.rehearsed(_prepared(config)), 0.1, 0.98)["agents"]
     assert row["tokens"] == 5.0 and other["tokens"] == 1.0
     assert row["token"]["updates"] == 4 == -(-trust_region.speed_limit(0.1, 0.98, delta=0.25) // 1)
 
@@ -481,7 +483,7 @@ def test_a_tiny_radius_is_not_searched_step_by_step(cache: None) -> None:
 @pytest.mark.parametrize(("start", "goal"), [(0.9, 0.5), (0.0, 0.5), (0.5, 1.0)])
 def test_a_goal_that_is_no_gain_is_refused(start: float, goal: float) -> None:
     with pytest.raises(ConfigError, match="lower first"):
-        plan.plan(parity(), root=Path(), start=start, goal=goal)
+        plan(parity(), root=Path(), start=start, goal=goal)
 
 
 # ---- from outside ----------------------------------------------------------------------------------------------

@@ -20,16 +20,20 @@ from baton.core import divergence
 from baton.core.batching import micro_batches, token_batch, with_advantages
 from baton.core.keyed import key, uniforms
 from baton.core.losses import TIGHT, Dis, Gspo, Is, Objective, Ppo, SecondMoment, SequenceRatio, SequenceTrust, binary_kl
-from baton.engines import local, models
+from baton.engines import models
 from baton.engines.engine import Completion, Request, ScoreRequest
 from baton.engines.local import (
     LocalLearner,
     LocalSampler,
     auto_compute,
     auto_dtype,
+    decoding,
+    laws,
     noise_floor,
     share_changed,
 )
+from baton.engines.local import sampler as local_sampler
+from baton.engines.local.net import unembed
 from baton.errors import DataError, MissingError, ModelError, NonFiniteError, PublishError, UnsupportedError
 from baton.testing import check_learner, check_sampler
 from baton.types import AdvantageBatch, Message, Slot, TokenBatch, TokenIds, Trajectory, Weights
@@ -250,9 +254,9 @@ def test_the_draw_is_the_inverse_cdf_at_its_edges():
     law = torch.tensor([[0.0, 0.25, 0.0, 0.5, 0.25, 0.0]]).log()
     cases = {0.0: 1, 0.2499: 1, 0.25: 3, 0.7499: 3, 0.75: 4, 0.9999999: 4, 1.0: 4, 1.5: 4}
     for u, token in cases.items():
-        assert int(local._draw(law, torch.tensor([u], dtype=torch.float64))) == token, u
+        assert int(decoding._draw(law, torch.tensor([u], dtype=torch.float64))) == token, u
     with pytest.raises(NonFiniteError):
-        local._draw(torch.full((1, 3), math.nan), torch.tensor([0.5], dtype=torch.float64))
+        decoding._draw(torch.full((1, 3), math.nan), torch.tensor([0.5], dtype=torch.float64))
 
 
 def test_each_token_uses_the_uniform_at_its_own_index(folder: Path):
@@ -563,7 +567,7 @@ def test_a_divergence_does_not_depend_on_how_it_is_chunked(folder: Path, monkeyp
     anchor = learner.remember(batch.batch)
     learner.step(batch, Objective(weight=Dis(band=TIGHT), penalty=0.0), lr=LR, anchor=None)
     whole = learner.divergence(batch.batch, anchor)
-    monkeypatch.setattr(local, "CHUNK", 250)
+    monkeypatch.setattr(laws, "CHUNK", 250)
     pieces = learner.divergence(batch.batch, anchor)
     assert torch.allclose(whole.kl_new_old, pieces.kl_new_old, rtol=1e-4, atol=1e-6)
     assert float(whole.of("max").max()) > 1e-3
@@ -650,8 +654,8 @@ def test_a_batch_of_cancelled_requests_is_not_run_and_others_keep_their_place(fo
     requests = requests_of(prompts_of(sampler, 6, equal=True), tokens=2)
     whole = drawn(sampler, requests)
     calls: list[int] = []
-    decode = local._decode
-    monkeypatch.setattr(local, "_decode", lambda net, rows, **k: (calls.append(len(rows)), decode(net, rows, **k))[1])
+    decode = local_sampler.decode
+    monkeypatch.setattr(local_sampler, "decode", lambda net, rows, **k: (calls.append(len(rows)), decode(net, rows, **k))[1])
 
     async def interrupted() -> list[Completion]:
         said: list[Completion] = []
@@ -696,7 +700,7 @@ def test_a_model_that_scales_its_logits_is_refused(folder: Path, monkeypatch: py
 
 def test_a_soft_cap_is_part_of_the_law():
     hidden, weight = torch.randn(3, 4, generator=torch.Generator().manual_seed(1)), torch.eye(4) * 50
-    capped = local._unembed(hidden, weight, None, 30.0)
+    capped = unembed(hidden, weight, None, 30.0)
     assert torch.allclose(capped, 30 * torch.tanh(hidden @ weight.t() / 30)) and float(capped.abs().max()) <= 30
     assert divergence.log_law(capped, temperature=1.0).shape == (3, 4)
 
