@@ -1,9 +1,11 @@
-# Every target makes the virtual environment on first use. PYTHON, VENV, SEED, SEEDS and QUICK can be set: make quickstart SEED=3 QUICK=1
+# Every target makes the virtual environment on first use. PYTHON, VENV, SEED, SEEDS and QUICK can be set: make quickstart SEED=3 QUICK=1.
+# WORKERS is how many processes test; each takes one core and up to 3 GB.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 SEED ?=
 SEEDS ?=
 QUICK ?=
+WORKERS ?= 2
 
 BIN := $(VENV)/bin
 # Holds the seconds that the install took, which quickstart prints; newer pyproject or constraints install again.
@@ -35,7 +37,7 @@ smollm2: $(INSTALLED) $(SMOLLM2)
 	$(BIN)/python benchmarks/claims/smollm2.py $(CLAIM)
 
 test: lint
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile
 
 lint: $(INSTALLED) $(SMOLLM2)
 	$(BIN)/ruff check

@@ -332,7 +332,7 @@ def check_directory(run: Run, config: Config, *, resume: bool) -> None:
     """
     started = (run.path / "stages.jsonl").exists() and bool(run.records("start"))
     entries = sorted(p.name for p in run.path.iterdir() if not p.name.startswith(".")) if run.path.is_dir() else []
-    if entries and not resume and not {"config.toml", "stages.jsonl", "state"} & set(entries):
+    if entries and not resume and not {"config.toml", "stages.jsonl", "state", "trackers.json"} & set(entries):
         shown = ", ".join(entries[:3]) + (", ..." if entries[3:] else "")
         raise RunError(f"{run.path} holds other files ({shown}) and no run; give a new or empty folder with --run DIR")
     orphans = [] if started else sorted(p for p in run.path.glob("state/*/v[0-9]*") if p.name != "v00000")

@@ -138,7 +138,7 @@ def test_somebody_has_to_begin() -> None:
 
 def test_what_a_rule_raises_is_a_fault_of_the_task() -> None:
     router = made(RouterOptions(rule="mine:broken"), rule=lambda task, turns, names: names.index("dan"))  # type: ignore[attr-defined]
-    with pytest.raises(TaskFault, match="mine:broken raised ValueError"):
+    with pytest.raises(TaskFault, match="protocol.rule = 'mine:broken' raised ValueError"):
         router.due(TASK, [], 0)
 
 
@@ -211,7 +211,7 @@ BREACHES: dict[str, tuple[Any, str]] = {
     "a rule with a memory": (made(RouterOptions(rule="mine:remembering"), rule=Remembering()), "no function of the turns"),
     "a rule that raises": (
         made(RouterOptions(rule="mine:broken"), rule=lambda task, turns, names: 1 // len(turns)),
-        "episode 0 failed on task t0: mine:broken raised ZeroDivisionError",
+        "episode 0 failed on task t0: protocol.rule = 'mine:broken' raised ZeroDivisionError",
     ),
     "a seat that does not exist": (Broken(DEBATE, due=lambda inner, *args: (3,)), "due names seat 3 of 3"),
     "an episode without end": (

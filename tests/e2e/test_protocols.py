@@ -394,7 +394,7 @@ def test_a_rule_that_raises_fails_that_episode_only() -> None:
     episodes = play(table, TASKS[:3])
     assert [e.outcome for e in episodes] == [
         Scored(reward=1.0),
-        Failed(reason="rule: mine:rule raised KeyError: 'no such team'"),
+        Failed(reason="rule: protocol.rule = 'mine:rule' raised KeyError: 'no such team'"),
         Scored(reward=1.0),
     ]
     assert len(episodes[1].turns) == 1 and episodes[1].answer == ""
@@ -457,7 +457,7 @@ def test_a_rule_that_raises_everywhere_is_told_at_the_start_of_the_run(
     ruled("rules:broken", tmp_path)
     monkeypatch.chdir(tmp_path)
     settings = worlds.parity(f"protocol={{name='router',rule='rules_{tmp_path.name}:broken'}}")
-    with pytest.raises(BatonError, match=r"episodes of the start failed: rule: .*broken raised RuntimeError: not today"):
+    with pytest.raises(BatonError, match=r"episodes of the start failed: rule: .*broken' raised RuntimeError: not today"):
         run.train(settings, run=tmp_path / "run")
 
 

@@ -424,7 +424,7 @@ POINTS: Mapping[str, tuple[str, str, Pick]] = {
     "before the record": ("baton.records:append_record", "before", _is_kind("update")),
     "amid the record": ("baton.records:append_record", "amid", _is_kind("update")),
     "after the record": ("baton.records:append_record", "after", _is_kind("update")),
-    "while pruning": ("baton.run:_remove", "before", _any),
+    "while pruning": ("baton.journal:_remove", "before", _any),
     "before the swap": ("SAMPLER.swap", "before", _any),
     "after the swap": ("SAMPLER.swap", "after", _any),
     "after the stage line": ("baton.records:append_record", "after", _is_kind("stage")),

@@ -22,7 +22,7 @@ from baton.core.keyed import Key
 from baton.envs.env import Demonstration, Grade
 from baton.envs.grading import submitted
 from baton.envs.jsonl import JsonlEnv, JsonlOptions
-from baton.errors import BatonError, ConfigError, TaskFault, cause
+from baton.errors import BatonError, ConfigError, MissingError, TaskFault, cause
 from baton.types import Task
 
 _UNIT = (0.0, 1.0)
@@ -119,6 +119,8 @@ class CustomEnv:
             raise ConfigError(f"{self.name}.{name}({shown}) raised {cause(error)}") from error
 
     def task(self, index: int) -> Task:
+        if not 0 <= index < self.size:
+            raise MissingError(f"task {index} is outside 0..{self.size - 1}: {self.name} has {self.size} tasks")
         given = self._call("task", index)
         if not isinstance(given, Task):
             raise ConfigError(f"{self.name}.task({index}) gave {given!r}; it must give a baton.Task")
