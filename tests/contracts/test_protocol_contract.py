@@ -138,7 +138,7 @@ def test_somebody_has_to_begin() -> None:
 
 def test_what_a_rule_raises_is_a_fault_of_the_task() -> None:
     router = made(RouterOptions(rule="mine:broken"), rule=lambda task, turns, names: names.index("dan"))  # type: ignore[attr-defined]
-    with pytest.raises(TaskFault, match="protocol.rule = 'mine:broken' raised ValueError"):
+    with pytest.raises(TaskFault, match=r"protocol\.rule = 'mine:broken' raised ValueError"):
         router.due(TASK, [], 0)
 
 

@@ -1,0 +1,151 @@
+"""The lines of a run in their order: none missing, none twice, each update from where the one before it ended."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+
+from baton import records
+from baton.algorithms import sat
+from baton.algorithms.state import Position
+from baton.audit.episodes import EpisodeFiles
+from baton.audit.evidence import Evidence, Stage
+from baton.audit.findings import RELATIVE, STAGES
+from baton.audit.subject import Subject
+from baton.audit.updates import Updates
+from baton.audit.waiting import Waiting
+from baton.journal import team_record
+from baton.records import Record
+from baton.types import AgentId
+
+
+class Journal:
+    """Everything after the line of the start."""
+
+    def __init__(self, subject: Subject, files: EpisodeFiles, waiting: Waiting) -> None:
+        self.subject, self.stage = subject, Stage()
+        self.evidence = Evidence(subject, files, waiting, self.stage)
+        self.updates = Updates(subject, self.evidence, waiting, self.stage)
+        self.positions: list[Position] = []
+        """Every one that the run was at."""
+        self.team_files: Record = {}
+        """Files of the team after the last line that was read."""
+        self.begun: dict[AgentId, Record] = {}
+        """The last line of each agent that took a version id."""
+
+    def check(self, chosen: Collection[int]) -> None:
+        """Every line in its order; and the files of each update whose line is chosen (by its `id`) on the way."""
+        subject, found, stage = self.subject, self.subject.found, self.stage
+        total = sat.total_updates(subject.options, len(subject.trained))
+        before: Position | None = records.read_position(subject.start["position"])
+        self.positions, self.team_files = [before], subject.start["files"]
+        index = 0
+        owed: Record | None = None
+        """The update whose stage line comes next."""
+        for number, line in enumerate(subject.lines[1:], start=2):
+            where, kind = f"line {number}", line.get("kind")
+            here = found.at(STAGES, where)
+            found.ok("sequence")
+            if owed is not None and kind in ("begin", "update", "end"):
+                here.wrong("sequence", f"the line of stage {owed['stage']} is missing before this one")
+                owed = None
+            if kind == "start":
+                here.wrong("sequence", "a second line of the start")
+            elif kind == "begin":
+                with here.reading("sequence"):
+                    self._begin(line, where)
+            elif kind == "update":
+                with here.reading("sequence"):
+                    if line["index"] != index:
+                        lost = f"update {index}" if line["index"] == index + 1 else f"updates {index} to {line['index'] - 1}"
+                        what = f"no line tells of {lost}" if line["index"] > index else "an update is told of twice"
+                        here.wrong("sequence", f"{what}: index", line["index"], index)
+                        before = None
+                        stage.lose()
+                    index = int(line["index"]) + 1
+                    if index > total:
+                        here.wrong("sequence", "more updates than stages: index", index - 1, total - 1)
+                after: Position | None = None
+                with here.reading("sequence"):
+                    subject.reporter.progress("updates", index, total)
+                    begun = self.begun.get(str(line["agent"]))
+                    after = self.updates.check(line, where, before, self.team_files, begun, is_chosen=id(line) in chosen)
+                    self.positions.append(after)
+                    self.team_files = line["files"]
+                    owed = None if after.entries else line
+                if after is None:
+                    stage.lose()
+                before = after
+            elif kind == "stage":
+                with here.reading("sequence"):
+                    if owed is None:
+                        here.wrong("sequence", "a stage line where no stage ended")
+                    elif stage.entries is not None:
+                        expected = sat.stage_report(int(owed["stage"]), stage.entries)
+                        recorded = {n: v for n, v in line.items() if n not in ("kind", "schema", "time")}
+                        here.compare("sequence", "", recorded, expected)
+                owed, stage.entries = None, ()
+            elif kind not in ("resume", "end"):
+                here.wrong("sequence", "a line of no known kind", kind)
+        with found.at(STAGES, f"line {len(subject.lines)}").reading("sequence"):
+            self._ending(total)
+        self.evidence.unfinished(self.positions[-1])
+        self._team()
+        self._leftovers()
+
+    def _begin(self, line: Record, where: str) -> None:
+        """Ids are taken one after the other, each once."""
+        agent, version = line["agent"], line["version"]
+        here = self.subject.found.at(STAGES, where)
+        last = self.begun[agent]["version"] if agent in self.begun else 0
+        self.begun[agent] = line
+        if agent not in self.subject.trained:
+            here.wrong("sequence", "an agent that the team does not train", agent)
+        elif version <= last:
+            here.wrong("sequence", f"a version id is given twice or goes back: {agent}@", version, last + 1)
+        elif version > last + 1:
+            here.wrong(
+                "sequence", f"the line that takes version {last + 1} of '{agent}' is missing: version", version, last + 1
+            )
+
+    def _ending(self, total: int) -> None:
+        """How the run says that it ended, against where it stands."""
+        lines, position = self.subject.lines, self.positions[-1]
+        if lines[-1]["kind"] != "end" or lines[-1].get("ending") == "interrupted":
+            return
+        reached = "finished" if position.done == total else "(not at its end)"
+        computed = sat.ending(self.subject.world, position) or reached
+        self.subject.found.at(STAGES, f"line {len(lines)}").compare("sequence", "ending", lines[-1]["ending"], computed)
+
+    def _team(self) -> None:
+        """team.json, and the files of the promoted team."""
+        found, folder = self.subject.found, self.subject.run.path
+        here = found.at("team.json")
+        found.ok("files")
+        with here.reading("files"):
+            said = json.loads((folder / "team.json").read_text(encoding="utf-8"))
+            now = team_record(self.positions[-1], self.team_files)
+            if self.subject.lines[-1]["kind"] == "update" and records.differences(said, now, relative=RELATIVE):
+                found.skip("files", "the run stopped between its last update's line and team.json, which is written next")
+            else:
+                here.compare("files", "", said, now)
+        with found.at(STAGES).reading("files"):
+            for files in self.team_files.values():
+                for name in ("weights", "training"):
+                    if files[name] is not None:
+                        found.ok("files")
+                        if not (folder / files[name]).exists():
+                            found.at(files[name]).wrong("files", "is gone: the promoted team's files are always kept")
+
+    def _leftovers(self) -> None:
+        """Files of updates that no line names. Between an update's files and its line a process can die, so only a run that
+        came to its end has none."""
+        lines = self.subject.lines
+        if lines[-1]["kind"] != "end":
+            return
+        named = {str(line.get("episodes_file")) for line in lines}
+        for path in sorted((self.subject.run.path / "episodes").glob("[0-9]*.parquet")):
+            name = f"episodes/{path.name}"
+            if name not in named:
+                what = "belongs to an update that no line of stages.jsonl tells of"
+                self.subject.found.at(name).wrong("sequence", what)
