@@ -36,7 +36,7 @@ from baton.audit import (
 )
 from baton.cli import main
 from baton.config import Config
-from baton.errors import ConfigError, RunError
+from baton.errors import BatonError, ConfigError, RunError
 from baton.evaluation import evaluate
 from baton.records import Record
 
@@ -1014,6 +1014,27 @@ def test_a_line_that_is_no_record_is_a_fault_and_no_traceback(text: str, copy: C
     with (path / "stages.jsonl").open("a") as handle:
         handle.write(text + "\n")
     assert named(faults(path), "sequence", "stages.jsonl")
+
+
+@pytest.mark.parametrize("key", ["kind", "warm_start", "position", "files", "group", "root", "facts", "noise_floor"])
+@pytest.mark.parametrize("value", ["(gone)", 3, None, {"a": []}])
+def test_a_start_whose_line_was_damaged_is_a_fault_and_no_traceback(
+    copy: Callable[[Config], Path], key: str, value: object
+) -> None:
+    path = copy(TABLES)
+    first, *rest = (path / "stages.jsonl").read_text().splitlines(keepends=True)
+    line = json.loads(first)
+    if value == "(gone)":
+        del line[key]
+    else:
+        line[key] = value
+    (path / "stages.jsonl").write_text(json.dumps(line) + "\n" + "".join(rest))
+    try:
+        found = baton.verify(path)
+    except BatonError:
+        return
+    # Where the files of the config lay, and that somebody was warm-started, is the run's own word.
+    assert found["faults"] or key == "root" or (key == "warm_start" and isinstance(value, dict))
 
 
 def test_a_config_that_is_no_config_is_a_fault(copy: Callable[[Config], Path]) -> None:

@@ -27,6 +27,7 @@ from baton.audit.findings import (
     NOT_SAMPLED,
     NOT_STEPPED,
     PRUNED,
+    STAGES,
     Fault,
     Findings,
 )
@@ -73,17 +74,23 @@ def verify(
 
 def _check(subject: Subject, newest: int | None) -> None:
     """Lines first, each with its update's files, then the evaluations, then the weights, which all of them wait for."""
-    done = [line for line in subject.lines if line["kind"] == "update"]
+    done = [line for line in subject.lines if line.get("kind") == "update"]
     chosen = {id(line) for line in (done if newest is None else done[-newest:])}
     if len(chosen) < len(done):
         subject.found.skip("episodes", f"not asked for: the newest {newest} updates only", len(done) - len(chosen))
     files, waiting = EpisodeFiles(subject), Waiting(subject)
-    check_facts(subject)
-    check_start(subject, files, waiting)
+    whole, first = subject.found.at(STAGES), subject.found.at(STAGES, "line 1")
+    with first.reading("files"):
+        check_facts(subject)
+    with first.reading("sequence"):
+        check_start(subject, files, waiting)
     journal = Journal(subject, files, waiting)
-    journal.check(chosen)
-    Evaluations(subject, files, waiting).check(journal.positions)
-    Weights(subject, files, waiting, journal.positions).check()
+    with whole.reading("sequence"):
+        journal.check(chosen)
+    with subject.found.at("evaluations").reading("evaluations"):
+        Evaluations(subject, files, waiting).check(journal.positions)
+    with whole.reading("weights"):
+        Weights(subject, files, waiting, journal.positions).check()
 
 
 __all__ = [

@@ -111,7 +111,7 @@ class Journal:
     def _ending(self, total: int) -> None:
         """How the run says that it ended, against where it stands."""
         lines, position = self.subject.lines, self.positions[-1]
-        if lines[-1]["kind"] != "end" or lines[-1].get("ending") == "interrupted":
+        if lines[-1].get("kind") != "end" or lines[-1].get("ending") == "interrupted":
             return
         reached = "finished" if position.done == total else "(not at its end)"
         computed = sat.ending(self.subject.world, position) or reached
@@ -125,7 +125,7 @@ class Journal:
         with here.reading("files"):
             said = json.loads((folder / "team.json").read_text(encoding="utf-8"))
             now = team_record(self.positions[-1], self.team_files)
-            if self.subject.lines[-1]["kind"] == "update" and records.differences(said, now, relative=RELATIVE):
+            if self.subject.lines[-1].get("kind") == "update" and records.differences(said, now, relative=RELATIVE):
                 found.skip("files", "the run stopped between its last update's line and team.json, which is written next")
             else:
                 here.compare("files", "", said, now)
@@ -141,7 +141,7 @@ class Journal:
         """Files of updates that no line names. Between an update's files and its line a process can die, so only a run that
         came to its end has none."""
         lines = self.subject.lines
-        if lines[-1]["kind"] != "end":
+        if lines[-1].get("kind") != "end":
             return
         named = {str(line.get("episodes_file")) for line in lines}
         for path in sorted((self.subject.run.path / "episodes").glob("[0-9]*.parquet")):

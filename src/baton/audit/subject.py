@@ -149,7 +149,7 @@ def open_subject(run: Run, found: Findings, *, root: str | Path | None, reporter
         return None
     if not any(line.get("kind") == "start" for line in lines):
         raise RunError(f"{run.path} holds no started run: stages.jsonl has no line of kind 'start'")
-    if lines[0]["kind"] != "start":
+    if lines[0].get("kind") != "start":
         found.at(STAGES, "line 1").wrong("sequence", "the line of the start is not the first one")
         return None
     try:
