@@ -262,6 +262,7 @@ def test_no_live_key_of_the_reference_is_left_out_of_that_test() -> None:
         "agents.radius",  # has its own test below
         "gate.require_certified",  # wants 459 probe prompts: likewise
         "algorithm.reuse.ess_floor",  # wants data = reuse: tests/e2e/test_sat_options.py
+        "algorithm.reuse.weights",  # likewise
         "algorithm.ordering_episodes",  # wants a measured order: likewise
         "algorithm.objective.clip",  # wants weight ppo, gspo or sequence: likewise
         "algorithm.objective.cap",  # wants weight is: likewise

@@ -89,6 +89,22 @@ def test_a_batch_that_says_too_little_is_given_up_for_a_fresh_one() -> None:
     assert first.reuse is not None and not first.reuse.is_resampled
 
 
+def test_reused_episodes_without_weights_train_as_they_were_played_whatever_has_changed() -> None:
+    settings = worlds.parity(*REUSE, "algorithm.reuse.weights=none", "agents.a.lr=2", "algorithm.stages=1")
+    plain = worlds.world(settings, wrap_learner=lambda _, inner: Spy(inner))
+    _, second = plain.train()
+    assert second.reuse is not None and second.reuse.changed == ("a",) and second.reuse.effective_share < 1.0
+    assert (second.reuse.mean_weight, second.reuse.is_resampled) == (1.0, False)
+    episodes = [e for e in plain.journal.evidence[1].episodes if e.is_scored]
+    values = dict(
+        zip((e.id for e in episodes), episode_advantages(plain.world.options, episodes).values.tolist(), strict=True)
+    )
+    for batch, _, _ in plain.learner("b").calls:  # type: ignore[attr-defined]
+        for row, name in enumerate(batch.batch.episode_ids):
+            own = batch.advantages[row][batch.batch.mask[row]]
+            assert torch.allclose(own, torch.full_like(own, values[name]), atol=1e-6)
+
+
 @pytest.mark.parametrize(("point", "nth"), [("after the record", 3), ("after the stage line", 1)])
 def test_a_killed_run_that_reuses_ends_as_if_it_had_not_been(tmp_path: Path, point: str, nth: int) -> None:
     settings = worlds.parity(*REUSE, "algorithm.stages=2")
@@ -244,6 +260,7 @@ def test_a_killed_run_keeps_its_order_and_radii(tmp_path: Path, how: str) -> Non
     [
         (("algorithm.data=reuse", "algorithm.name=joint"), "data = 'reuse' is for name = 'sat'"),
         (("algorithm.reuse.ess_floor=0.3",), "reuse has no effect"),
+        (("algorithm.data=reuse", "algorithm.reuse={ess_floor=0.3,weights='none'}"), "ess_floor = 0.3 has no effect"),
         (("algorithm.order=greedy", "algorithm.name=joint"), "order = 'greedy' is for name = 'sat'"),
         (("algorithm.order=bandit", "algorithm.data=reuse"), "bandit"),
         (("algorithm.radius_allocation=greedy", "algorithm.name=independent"), "one agent a stage"),

@@ -59,6 +59,10 @@ RETRIES = worlds.parity(*SHORT, "algorithm.backtrack.tries=3", "agents.b.lr=5")
 RADII = worlds.parity(*SHORT, "algorithm.radius_allocation=greedy", **ABC)
 OPTIONS = {
     "reuse": (REUSE, set[str]()),
+    "reuse without weights": (
+        worlds.parity(*SHORT, "algorithm.data=reuse", "algorithm.order=static", "algorithm.reuse.weights=none", **ABC),
+        set[str](),
+    ),
     "reuse given up": (
         worlds.parity(*SHORT, "algorithm.data=reuse", "algorithm.order=static", "algorithm.reuse.ess_floor=1.0"),
         set[str](),

@@ -268,13 +268,13 @@ async def gather(
             return UpdateData(collected=shared.collected, probe=probe, cursor=cursor)
         changed = tuple(entry.agent for entry in position.entries if entry.word != "rejected")
         log_ratios = await log_ratio_sums(world, shared.collected.scored, changed)
-        _, weights = adv.reuse_weights(log_ratios)
+        weights = adv.reuse_weights(log_ratios)[1] if world.options.reuse.weights == "truncated" else None
         share = adv.effective_sample_share(log_ratios)
         reuse = Reuse(
             changed=changed,
             effective_share=share,
-            mean_weight=float(weights.mean()),
-            is_resampled=share < world.options.reuse.ess_floor,
+            mean_weight=1.0 if weights is None else float(weights.mean()),
+            is_resampled=world.options.reuse.gives_up(share),
         )
         if not reuse.is_resampled:
             return UpdateData(collected=shared.collected, probe=probe, cursor=cursor, weights=weights, reuse=reuse)

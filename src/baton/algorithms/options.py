@@ -178,6 +178,21 @@ class ReuseOptions(_Options):
         le=1,
         description="effective share of the reweighted episodes below which an agent plays fresh ones",
     )
+    weights: Literal["truncated", "none"] = Field(
+        default="truncated",
+        description="truncated: each episode by min(1, its likelihood ratio); none: as it was played, which is biased and "
+        "there to be compared with",
+    )
+
+    @model_validator(mode="after")
+    def _no_unread_floor(self) -> ReuseOptions:
+        if self.weights == "none" and self.ess_floor != type(self).model_fields["ess_floor"].default:
+            raise ValueError(f"ess_floor = {self.ess_floor} has no effect with weights = 'none'; remove it")
+        return self
+
+    def gives_up(self, effective_share: float) -> bool:
+        """Whether so small a share of the episodes is left that fresh ones are played."""
+        return self.weights == "truncated" and effective_share < self.ess_floor
 
 
 class SatOptions(_Options):

@@ -244,8 +244,8 @@ class Evidence:
         """Who has changed since the shared episodes were played; what that makes of them waits for the changed versions."""
         reuse = update.line["reuse"]
         changed = tuple(entry.agent for entry in before.entries if entry.word != "rejected")
-        floor = self.subject.options.reuse.ess_floor
-        computed = {"changed": changed, "is_resampled": reuse["effective_share"] < floor}
+        is_resampled = self.subject.options.reuse.gives_up(reuse["effective_share"])
+        computed = {"changed": changed, "is_resampled": is_resampled}
         here = self.subject.found.at(STAGES, update.where)
         here.compare("counts", "reuse", {n: reuse[n] for n in computed}, computed)
         self.waiting.reweigh(update, self.stage.file, {a: before.team.member(a).version for a in changed})

@@ -52,7 +52,9 @@ class Reweighed:
         found.ok("counts")
         computed = {
             "effective_share": advantages.effective_sample_share(log_ratios),
-            "mean_weight": float(advantages.reuse_weights(log_ratios)[1].mean()),
+            "mean_weight": float(advantages.reuse_weights(log_ratios)[1].mean())
+            if subject.options.reuse.weights == "truncated"
+            else 1.0,
         }
         for name, value in computed.items():
             said = float(self.update.line["reuse"][name])
