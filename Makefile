@@ -4,14 +4,17 @@ VENV ?= .venv
 SEED ?=
 SEEDS ?=
 QUICK ?=
+KEEP ?=
 
 BIN := $(VENV)/bin
 # Holds the seconds that the install took, which quickstart prints; newer pyproject or constraints install again.
 INSTALLED := $(VENV)/.install_seconds
 SMOLLM2 := $(VENV)/.smollm2
 CLAIM := $(if $(SEED),--seed $(SEED)) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(QUICK),--quick)
+# The claims of docs/evidence.md. KEEP=DIR keeps their results, one folder each.
+CLAIMS := conflict drift
 
-.PHONY: install quickstart smollm2 memory test lint drills replay-gap clean
+.PHONY: install quickstart smollm2 memory test lint drills claims replay-gap clean
 .DEFAULT_GOAL := test
 
 install: $(INSTALLED) $(SMOLLM2)
@@ -44,6 +47,12 @@ lint: $(INSTALLED) $(SMOLLM2)
 
 drills: $(INSTALLED)
 	@for drill in benchmarks/drills/*.py; do echo "== $$drill"; $(BIN)/python $$drill $(CLAIM) || exit 1; done
+
+# All of them, also behind one whose bars do not hold; ends with 1 if there is one.
+claims: $(INSTALLED)
+	@failed=0; for claim in $(CLAIMS); do \
+		echo "== $$claim"; $(BIN)/python benchmarks/claims/$$claim.py $(CLAIM) $(if $(KEEP),--keep $(KEEP)/$$claim) || failed=1; \
+	done; exit $$failed
 
 memory: $(INSTALLED) $(SMOLLM2)
 	$(BIN)/python benchmarks/claims/memory.py $(if $(SEED),--seed $(SEED)) $(if $(QUICK),--quick)

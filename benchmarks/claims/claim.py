@@ -119,7 +119,7 @@ class Results:
         missing = [seed for seed in seeds if (arm, seed) not in self.found]
         if missing:
             raise MissingError(f"arm '{arm}' has no result of seed {missing[0]}; a contrast needs every seed in both arms")
-        return [measure(self.found[arm, seed]) for seed in seeds]
+        return [float(measure(self.found[arm, seed])) for seed in seeds]
 
     def mean(self, arm: str, seeds: Sequence[int], measure: Callable[[Any], float]) -> Interval:
         """Mean over seeds of one arm, with its 95 % interval."""

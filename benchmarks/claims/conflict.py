@@ -39,9 +39,10 @@ from baton.algorithms.state import AgentState, Evidence, Position, StageReport, 
 from baton.core.keyed import Key, key, uniform
 from baton.engines.engine import Completion, Request
 from baton.engines.table import TableCodec, TableLearner, TableSampler, row_name
+from baton.protocols import Debate
 from baton.rollout import Seat, Table
 from baton.team import Member, Team
-from baton.types import AgentId, Message, Outcome, Scored, Snapshot, Task, Turn, Weights, verdict_word
+from baton.types import AgentId, Outcome, Scored, Snapshot, Task, Turn, Weights, verdict_word
 
 EARLY, STAGES, LATER = 7, 14, 28
 """Looks at the return, by the nominal tokens of so many sequential stages; the second is the budget (ALGORITHMS 2.14)."""
@@ -148,28 +149,11 @@ QUICK: Mapping[str, Case] = {
 # ---- a game as a world of stage mode -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Simultaneous:
-    """The protocol of a game in normal form: all speak once, nobody hears anybody, and the answer is all that they said."""
-
-    agents: tuple[AgentId, ...]
-    own_turns: int = 1
-    rotates: bool = False
-
-    def due(self, task: Task, turns: Sequence[Turn], rotation: int) -> tuple[int, ...]:
-        return () if turns else tuple(range(len(self.agents)))
-
-    def messages(self, task: Task, turns: Sequence[Turn], seat: int, system: str) -> tuple[Message, ...]:
-        return (Message(role="user", content=task.view(seat)),)
+class NormalForm(Debate):
+    """A vote, in which all speak once and nobody hears anybody, but the team's answer is all that they said."""
 
     def answer(self, turns: Sequence[Turn], normalise: Callable[[str], str | None], tie: Key) -> str:
         return "".join(turn.text for turn in turns)
-
-    def is_cut(self, turns: Sequence[Turn]) -> bool:
-        return False
-
-    def default_system(self, seat: int) -> str:
-        return "Say one symbol."
 
 
 class Watched(TableSampler):
@@ -241,7 +225,7 @@ async def train(case: Case, arm: str, seed: int) -> dict[str, Any]:
     codec = TableCodec(tuple(game.symbols))
     sampler = Watched(dict.fromkeys(agents, codec), levels)
     tasks = [Task(id=f"round {i}", env="game", prompt=f"round {i}", answer="", views=("play",) * n) for i in range(PROMPTS)]
-    protocol = Simultaneous(agents)
+    protocol = NormalForm(agents, rounds=1)
     state = codec.encode(protocol.messages(tasks[0], (), 0, ""))
     learners = {agent: TableLearner(agent, codec.vocabulary) for agent in agents}
     for agent, learner in learners.items():

@@ -228,28 +228,29 @@ def draw(seed: int, laws: Floats) -> tuple[Bits, Floats]:
     return np.stack([first, second], axis=2), np.full(SAMPLES, 1.0 / SAMPLES)
 
 
-def stage(game: Game, data: str, seed: int, n: int) -> dict[str, float]:
-    """One stage of n steps: the summed bias and its standard error, the sum of absolute biases, the exact gain.
+def stage(game: Game, data: str, seed: int, n: int) -> tuple[dict[str, float], Floats]:
+    """One stage of n steps, and the laws at its end: the summed bias and its standard error, the sum of absolute biases, the
+    exact gain, and the mean weight of the episodes that the estimates rest on.
 
     Every expectation is over episodes of the start, `ratio` times where it is one of the team as it is.
     """
     laws = start_laws(seed, n, game.odds)
-    said, weight = draw(seed, laws)
+    said, chance = draw(seed, laws)
     pay = game.pays(seed, said)
-    mean = float(weight @ pay)
+    mean = float(chance @ pay)
     log_ratio = np.zeros(len(said))
     terms = np.zeros(len(said))
-    gain = absolute = 0.0
+    gain = absolute = weight = 0.0
     for i in range(n):
         ratio = np.exp(log_ratio)
         if data == RESAMPLE:
-            counted, above = ratio, pay - float(weight @ (ratio * pay)) / float(weight @ ratio)
+            counted, above = ratio, pay - float(chance @ (ratio * pay)) / float(chance @ ratio)
         else:
-            trusted = reuse_weights(torch.from_numpy(log_ratio))[1].numpy()
-            counted, above = (trusted if data == WEIGHTED else np.ones_like(ratio)), pay - mean
-        old = chances(laws[i], said[:, i])
-        value = weight * counted * above
+            truncated = reuse_weights(torch.from_numpy(log_ratio))[1].numpy()
+            counted, above = (truncated if data == WEIGHTED else np.ones_like(ratio)), pay - mean
         own = said[:, i]
+        old = chances(laws[i], own)
+        value = chance * counted * above
         worth = np.zeros((3, 2))
         np.add.at(worth[0], own[:, 0], value)
         np.add.at(worth, (1 + own[:, 0], own[:, 1]), value)
@@ -257,16 +258,17 @@ def stage(game: Game, data: str, seed: int, n: int) -> dict[str, float]:
         each = chances(laws[i], own) / old
         exact = ratio * (each.prod(axis=1) - 1.0) * (pay - mean)
         bias = counted * (each - 1.0).sum(axis=1) * above - exact
-        gain += float(weight @ exact)
-        absolute += abs(float(weight @ bias))
+        gain += float(chance @ exact)
+        absolute += abs(float(chance @ bias))
+        weight += float(chance @ counted) / n
         terms += bias
         log_ratio += np.log(each).sum(axis=1)
-    spread = 0.0 if n <= EXACT_UP_TO else float(terms.std(ddof=1)) / math.sqrt(len(terms))
-    return {"bias": float(weight @ terms), "error": spread, "absolute": absolute, "gain": gain}
+    error = 0.0 if n <= EXACT_UP_TO else float(terms.std(ddof=1)) / math.sqrt(len(terms))
+    return {"bias": float(chance @ terms), "error": error, "absolute": absolute, "gain": gain, "weight": weight}, laws
 
 
 def stages(game: str, data: str, seed: int, sizes: Sequence[int]) -> dict[str, dict[str, float]]:
-    return {str(n): stage(GAMES[game], data, seed, n) for n in sizes}
+    return {str(n): stage(GAMES[game], data, seed, n)[0] for n in sizes}
 
 
 # ---- exponents ---------------------------------------------------------------------------------------------------------
@@ -307,7 +309,8 @@ def exponents(sizes: Sequence[int], tables: Mapping[str, Floats]) -> dict[str, E
 
 
 def told(game: str, kept: Results, seeds: Sequence[int], sizes: Sequence[int]) -> dict[str, Any]:
-    """Print one game and return its figures."""
+    """Print a game and return its figures: for each size the mean bias, its mean size, that as a share of the exact gain,
+    and the standard error of a sampled seed; then the exponents of size and share."""
 
     def table(data: str, measure: Callable[[Mapping[str, float]], float]) -> Floats:
         rows = [kept.values(at(game, data), seeds, lambda result, n=n: measure(result[str(n)])) for n in sizes]
@@ -322,7 +325,7 @@ def told(game: str, kept: Results, seeds: Sequence[int], sizes: Sequence[int]) -
         "expected": GAMES[game].expected,
         "sizes": {},
     }
-    print(f"\n{game}: {len(seeds)} seeds; mean size of a stage's bias, and its share of the stage's gain")
+    print(f"\n{game}: {len(seeds)} seeds; mean size of a stage's bias, and its mean share of the stage's gain")
     for j, n in enumerate(sizes):
         row: dict[str, Any] = {}
         for data in DATA:
@@ -331,12 +334,11 @@ def told(game: str, kept: Results, seeds: Sequence[int], sizes: Sequence[int]) -
                 "bias": kept.mean(at(game, data), seeds, lambda result, n=n: result[str(n)]["bias"]),
                 "size": float(summed[data][:, j].mean()),
                 "share": float(shares[data][:, j].mean()),
-                "standard error of one": float(np.sqrt(np.square(errors).mean())),
+                "standard error of a seed": float(np.sqrt(np.square(errors).mean())),
+                "weight": float(table(data, lambda s: s["weight"])[:, j].mean()),
             }
         figures["sizes"][str(n)] = row
-        error = max(row[d]["standard error of one"] for d in DATA)
-        how = "enumerated" if n <= EXACT_UP_TO else f"sampled, standard error of a seed at most {error:.1e}"
-        print(f"  n {n:2}  " + "  ".join(f"{d} {row[d]['size']:9.2e} ({row[d]['share']:6.2%})" for d in DATA) + f"  {how}")
+        print(f"  n {n:2}  " + "   ".join(_cell(data, row[data]) for data in DATA))
     for what in ("summed", "absolute", "share of the gain"):
         print(f"  exponent, {what}: " + "; ".join(f"{name} {shown(e)}" for name, e in figures[what].items()))
     if GAMES[game].expected:
@@ -344,6 +346,11 @@ def told(game: str, kept: Results, seeds: Sequence[int], sizes: Sequence[int]) -
             "  expected of large teams: " + "; ".join(f"{name} {value:.0f}" for name, value in GAMES[game].expected.items())
         )
     return figures
+
+
+def _cell(data: str, found: Mapping[str, Any]) -> str:
+    error = found["standard error of a seed"]
+    return f"{data} {found['size']:.2e}{f' (s.e. {error:.0e})' if error else ''} {found['share']:.1%}"
 
 
 def at(game: str, data: str) -> str:
@@ -370,9 +377,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     torch.set_num_threads(1)
     with results(args.keep, __file__, settings) as kept:
-        for game, seed, data in itertools.product(GAMES, seeds, DATA):
-            kept.of(at(game, data), seed, partial(stages, game, data, seed, sizes))
-        figures = {game: told(game, kept, seeds, sizes) for game in GAMES}
+        figures: dict[str, Any] = {}
+        for game in GAMES:
+            for seed, data in itertools.product(seeds, DATA):
+                kept.of(at(game, data), seed, partial(stages, game, data, seed, sizes))
+            figures[game] = told(game, kept, seeds, sizes)
     meet, neighbours = (figures[game]["summed"][BETWEEN] for game in (OWN, CHAIN))
     if args.quick:
         bars: Bars = {
