@@ -8,6 +8,7 @@ import json
 import math
 import os
 import signal
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ import pytest
 import worlds
 
 from baton import records
+from baton.core.keyed import key
+from baton.engines.engine import Request
+from baton.engines.table import TableCodec, TableLearner
 from baton.errors import MissingError, RunError
 from reference import mdp
 
@@ -166,12 +170,35 @@ def test_payoffs_are_what_their_family_says() -> None:
 
 
 def test_on_a_grid_every_pair_of_messages_is_as_frequent_as_it_is_probable() -> None:
-    """And the tie of two equal agents is never broken: no joint stage is worth more than the cap."""
+    levels, state, laws = 16, (5,), {"a": (0.7, 0.3), "b": (0.25, 0.75)}
+    sampler = conflict.Watched(dict.fromkeys(laws, TableCodec(("0", "1"))), levels)
+
+    async def said(agent: str) -> list[int]:
+        learner = TableLearner(agent, 2)
+        learner.set(state, [math.log(p) for p in laws[agent]])
+        await sampler.publish(agent, "promoted", learner.weights(), 3)
+        asked = [
+            Request(id=f"{e}", agent=agent, slot="promoted", prompt_ids=state, max_new_tokens=1, temperature=1.0, key=key(e))
+            for e in range(levels**2)
+        ]
+        heard = [completion async for completion in sampler.submit(asked)]
+        assert all(c.logprobs[0] == pytest.approx(math.log(laws[agent][c.ids[0]])) and c.version == 3 for c in heard)
+        return [c.ids[0] for c in heard]
+
+    pairs = Counter(zip(asyncio.run(said("a")), asyncio.run(said("b")), strict=True))
+    ones = {"a": 5, "b": 12}  # of 16 levels with middles (l + .5) / 16: above .7, and above .25
+    for i, j in itertools.product(range(2), repeat=2):
+        assert pairs[i, j] == abs(16 * (1 - i) - ones["a"]) * abs(16 * (1 - j) - ones["b"])
+    assert sampler.tokens == 2 * levels**2
+
+
+def test_without_noise_joint_stays_below_what_equal_agents_are_worth_and_sequential_does_not() -> None:
     case = conflict.Case(game=conflict.conflict, stages=4, levels=16)
     curves = {arm: asyncio.run(conflict.train(case, arm, 5)) for arm in conflict.ARMS}
     for arm in (conflict.JOINT, conflict.UNGATED):
         assert max(curves[arm]["returns"]) <= conflict.ALIKE + 1e-9
         assert curves[arm]["verdicts"].get("rejected", 0) == 0
+    assert "shrunk" in curves[conflict.JOINT]["verdicts"] and "shrunk" not in curves[conflict.UNGATED]["verdicts"]
     assert curves[conflict.SEQUENTIAL]["returns"][-1] > 1.2
     assert all(curve["returns"][0] == pytest.approx(0.75) for curve in curves.values())
 
