@@ -5,6 +5,7 @@ VENV ?= .venv
 SEED ?=
 SEEDS ?=
 QUICK ?=
+KEEP ?=
 WORKERS ?= 2
 
 BIN := $(VENV)/bin
@@ -12,8 +13,10 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.install_seconds
 SMOLLM2 := $(VENV)/.smollm2
 CLAIM := $(if $(SEED),--seed $(SEED)) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(QUICK),--quick)
+# The claims of docs/evidence.md. KEEP=DIR keeps their results, one folder each.
+CLAIMS := conflict drift
 
-.PHONY: install quickstart smollm2 memory test lint drills replay-gap clean
+.PHONY: install quickstart smollm2 memory test lint drills claims replay-gap clean
 .DEFAULT_GOAL := test
 
 install: $(INSTALLED) $(SMOLLM2)
@@ -46,6 +49,12 @@ lint: $(INSTALLED) $(SMOLLM2)
 
 drills: $(INSTALLED)
 	@for drill in benchmarks/drills/*.py; do echo "== $$drill"; $(BIN)/python $$drill $(CLAIM) || exit 1; done
+
+# All of them, also behind one whose bars do not hold; ends with 1 if there is one.
+claims: $(INSTALLED)
+	@failed=0; for claim in $(CLAIMS); do \
+		echo "== $$claim"; $(BIN)/python benchmarks/claims/$$claim.py $(CLAIM) $(if $(KEEP),--keep $(KEEP)/$$claim) || failed=1; \
+	done; exit $$failed
 
 memory: $(INSTALLED) $(SMOLLM2)
 	$(BIN)/python benchmarks/claims/memory.py $(if $(SEED),--seed $(SEED)) $(if $(QUICK),--quick)

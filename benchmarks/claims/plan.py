@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import memory
-from quickstart import ROOT, where
+from claim import ROOT, Bars, last_line
 
 import baton
 
@@ -122,13 +122,12 @@ def main() -> int:
     args = parser.parse_args()
     chosen = [args.only] if args.only else ["tiny"] if args.quick else list(TEAMS)
     figures = {team: compare(team, args.seed, args.quick) for team in chosen}
-    bars: dict[str, Any] = {}
+    bars: Bars = {}
     for name, found in figures.items():
         for what in ("memory", "disk"):
             error = abs(found[what]["error"])
-            bars[f"{name}: {what} off by"] = {"value": error, "bar": WITHIN, "holds": error <= WITHIN}
-    print(json.dumps({"name": "plan", "quick": args.quick, "figures": figures, "bars": bars, **where()}))
-    return 0 if all(bar["holds"] for bar in bars.values()) else 1
+            bars[f"{name}: {what} off by"] = (error, WITHIN, error <= WITHIN)
+    return last_line("plan", quick=args.quick, figures=figures, bars=bars)
 
 
 if __name__ == "__main__":

@@ -11,13 +11,11 @@ first was ended.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
-from quickstart import ROOT, at_least_one, guarded, one_seed, runs_folder, where
+from claim import ROOT, Bars, arguments, guarded, last_line, one_seed, results, runs_folder, tell_seed
 
 RELAY, GYM = ROOT / "configs" / "smollm2.toml", ROOT / "configs" / "smollm2_gym.toml"
 SINGLE_CALL = 0.25
@@ -38,43 +36,38 @@ def row(result: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=0, help="first seed")
-    parser.add_argument("--seeds", type=at_least_one, default=3, help="how many seeds of the relay, counted up from --seed")
-    parser.add_argument("--quick", action="store_true", help="one tiny stage of one seed: shows that it runs")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the runs in DIR")
-    args = parser.parse_args()
+    args = arguments(
+        __doc__, seeds=3, quick="one tiny stage of one seed: shows that it runs", keep="keep the runs in DIR"
+    ).parse_args()
     overrides = QUICK if args.quick else []
     seeds = range(args.seed, args.seed + (1 if args.quick else args.seeds))
-    results: list[dict[str, Any]] = []
-    gym: list[dict[str, Any]] = []
-    for seed in seeds:
-        # A run of three such models takes 7 GB: a folder each, gone before the next begins.
-        with runs_folder(args.keep) as (folder, extra):
-            results.append(one_seed(RELAY, seed, folder / f"relay-{seed}", [*overrides, *extra], baselines=not args.quick))
-    if not args.quick:
-        with runs_folder(args.keep) as (folder, extra):
-            gym.append(one_seed(GYM, args.seed, folder / f"gym-{args.seed}", extra))
-    better = sum(row(r, "untrained team")["difference"][1] > 0 for r in results)
-    above = sum(row(r, "team")["low"] > SINGLE_CALL for r in results)
-    longest = max(r["rl_minutes"] for r in results)
-    bars = {
-        "seeds whose team is better than its start (paired 95 % interval)": (better, len(results), better >= len(results)),
-        "seeds whose team is above .25 (95 % interval)": (above, len(results), above >= len(results)),
+    settings = {"claim": "smollm2", "relay": RELAY.read_text(), "gym": GYM.read_text(), "quick": overrides}
+    with results(args.keep, __file__, settings) as kept:
+
+        def measured(config: Path, name: str, seed: int) -> dict[str, Any]:
+            def work() -> dict[str, Any]:
+                # A run of three such models takes 7 GB: a folder each, gone before the next begins.
+                with runs_folder(args.keep) as (folder, extra):
+                    path = folder / f"{name}-{seed}"
+                    return one_seed(config, seed, path, [*overrides, *extra], baselines=not args.quick)
+
+            tell_seed(result := kept.of(name, seed, work))
+            return result
+
+        relays = [measured(RELAY, "relay", seed) for seed in seeds]
+        gym = [] if args.quick else [measured(GYM, "gym", args.seed)]
+    better = sum(row(r, "untrained team")["difference"][1] > 0 for r in relays)
+    above = sum(row(r, "team")["low"] > SINGLE_CALL for r in relays)
+    longest = max(r["rl_minutes"] for r in relays)
+    bars: Bars = {
+        "seeds whose team is better than its start (paired 95 % interval)": (better, len(relays), better >= len(relays)),
+        "seeds whose team is above .25 (95 % interval)": (above, len(relays), above >= len(relays)),
         "longest RL of a seed, minutes": (longest, MINUTES, longest < MINUTES),
     }
     if args.quick:
-        judged = sum(results[0]["verdicts"].values())
+        judged = sum(relays[0]["verdicts"].values())
         bars = {"updates judged": (judged, 3, judged == 3)}
-    line = {
-        "name": "smollm2",
-        "quick": args.quick,
-        "figures": {"relay": results, "reasoning_gym": gym},
-        "bars": {name: {"value": value, "bar": bar, "holds": holds} for name, (value, bar, holds) in bars.items()},
-        **where(),
-    }
-    print(json.dumps(line))
-    return 0 if all(holds for _, _, holds in bars.values()) else 1
+    return last_line("smollm2", quick=args.quick, figures={"relay": relays, "reasoning_gym": gym}, bars=bars)
 
 
 if __name__ == "__main__":

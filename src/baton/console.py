@@ -267,6 +267,8 @@ def decimal(value: float | None, digits: int = 3) -> str:
 
 def against(value: float | None, radius: float, *, digits: int) -> str:
     """A divergence and its radius, .046/.050, with decimals enough for the radius to show two of its digits."""
+    if math.isinf(radius):
+        return f"{decimal(value, digits)}/inf"
     if radius < 1e-3:
         return f"{'-' if value is None else f'{value:.0e}'}/{radius:.0e}"
     places = max(digits, 1 - math.floor(math.log10(radius)))
@@ -440,15 +442,20 @@ def start_lines(start: Record) -> list[str]:
 def certificate_line(stage: Record) -> str:
     """The published bound of a stage, which is information and never a guarantee."""
     achieved, configured = stage["achieved"], stage["configured"]
+    if achieved is None:
+        return f"stage {stage['stage']}: no published bound: a divergence is infinite"
+    radii = "none with the radii, of which one is infinite" if configured is None else f"{configured['lower_bound']:.4g} with the radii"
     return (
         f"stage {stage['stage']}: published bound {achieved['lower_bound']:.4g} with achieved divergences, "
-        f"{configured['lower_bound']:.4g} with the radii; {achieved['verdict']} ({achieved['reason']})"
+        f"{radii}; {achieved['verdict']} ({achieved['reason']})"
     )
 
 
 def certificate_lines(stage: Record) -> list[str]:
     """The published bound of a stage term by term."""
     rows: list[Sequence[str]] = [["  term", "value", "basis", "note"]]
+    if stage["achieved"] is None:
+        return [certificate_line(stage)]
     for term in stage["achieved"]["terms"]:
         rows.append([f"  {term['name']}", f"{term['value']:.4g}", term["basis"], term["note"]])
     return [certificate_line(stage), *table(rows, right=(1,))]

@@ -318,11 +318,15 @@ async def update(
 def stage_report(stage: int, entries: tuple[StageEntry, ...]) -> StageReport:
     """The report of a complete stage, with the published certificate twice (3.1)."""
     n = [e.episodes for e in entries]
+
+    def published(deltas: Sequence[float]) -> certificate.Certificate | None:
+        return certificate.published(deltas, n) if all(map(math.isfinite, deltas)) else None
+
     return StageReport(
         stage=stage,
         entries=entries,
-        achieved=certificate.published([e.q_gate for e in entries], n),
-        configured=certificate.published([e.radius for e in entries], n),
+        achieved=published([e.q_gate for e in entries]),
+        configured=published([e.radius for e in entries]),
     )
 
 

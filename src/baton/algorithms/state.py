@@ -162,12 +162,12 @@ class UpdateReport:
 @dataclass(frozen=True, kw_only=True)
 class StageReport:
     """One stage: every update in its order, and the published bound of 3.1 with the achieved divergences and with the
-    configured radii (information only: its verdict is always void)."""
+    configured radii (information only: its verdict is always void; None where one of them is infinite)."""
 
     stage: int
     entries: tuple[StageEntry, ...]
-    achieved: certificate.Certificate
-    configured: certificate.Certificate
+    achieved: certificate.Certificate | None
+    configured: certificate.Certificate | None
 
 
 @dataclass(frozen=True, kw_only=True)
