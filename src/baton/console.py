@@ -444,7 +444,11 @@ def certificate_line(stage: Record) -> str:
     achieved, configured = stage["achieved"], stage["configured"]
     if achieved is None:
         return f"stage {stage['stage']}: no published bound: a divergence is infinite"
-    radii = "none with the radii, of which one is infinite" if configured is None else f"{configured['lower_bound']:.4g} with the radii"
+    radii = (
+        "none with the radii, of which one is infinite"
+        if configured is None
+        else f"{configured['lower_bound']:.4g} with the radii"
+    )
     return (
         f"stage {stage['stage']}: published bound {achieved['lower_bound']:.4g} with achieved divergences, "
         f"{radii}; {achieved['verdict']} ({achieved['reason']})"

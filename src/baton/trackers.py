@@ -54,8 +54,7 @@ def metrics_of(record: Record) -> dict[str, float]:
         return {
             "stage/number": float(record["stage"]),
             "stage/accepted": sum(entry["word"] != "rejected" for entry in entries) / len(entries),
-            "stage/published_bound": float(record["achieved"]["lower_bound"]),
-        }
+        } | ({"stage/published_bound": float(record["achieved"]["lower_bound"])} if record["achieved"] else {})
     agent, verdict, episodes = str(record["agent"]), record["verdict"], record["episodes"]
     accepted = record["to_version"] is not None
     found = {

@@ -180,6 +180,21 @@ def test_ctrl_c_prints_the_line_that_goes_on_and_that_line_finishes_the_run(
     assert len(baton.open_run(path).updates) == 12
 
 
+def test_an_infinite_radius_is_no_gate_and_every_command_can_say_so(baton_says: Any, config: Path, tmp_path: Path) -> None:
+    free = [w for i in range(2) for w in ("--set", f"agents.{i}.radius={{token=inf, message_mean=inf}}")]
+    said = baton_says("train", config, "--run", tmp_path / "a", *free, "--set", "agents.first.lr=5")
+    updates = [line for line in said.out.splitlines() if line.startswith("stage ")]
+    assert said.code == 0 and len(updates) == 4 and all("accepted" in line and "/inf" in line for line in updates)
+    said = baton_says("inspect", tmp_path / "a")
+    assert said.code == 0 and "none with the radii, of which one is infinite" in said.out
+    for words in (("inspect", "--stage", "1"), ("report",), ("verify",), ("episodes",)):
+        said = baton_says(words[0], tmp_path / "a", *words[1:])
+        assert said.code == 0 and "Traceback" not in said.err, (words, said.out, said.err)
+    assert baton_says("inspect", tmp_path / "a", "--json").json["stages"][0]["configured"] is None
+    said = baton_says("plan", config, *free)
+    assert said.code == 0, said.err
+
+
 # ---- what is refused -------------------------------------------------------------------------------------------
 
 BAD_SETTINGS = {

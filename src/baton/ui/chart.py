@@ -44,7 +44,7 @@ def text(value: object) -> str:
 
 def number(value: float) -> str:
     """A tick label: 0.05, 20, 1e-5, 1.5e4."""
-    if value == 0 or 1e-3 <= abs(value) < 1e4:
+    if value == 0 or 1e-3 <= abs(value) < 1e4 or math.isinf(value):
         return f"{value:g}"
     mantissa, _, power = f"{value:.6e}".partition("e")
     return f"{float(mantissa):g}e{int(power)}"

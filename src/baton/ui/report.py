@@ -775,28 +775,35 @@ def _certificates(view: View) -> str:
     )
     if not view.stages:
         return intro + _note("No stage is complete yet.")
-    last = view.stages[-1]
+    bounded = [stage for stage in view.stages if stage["achieved"]]
+    if not bounded:
+        return intro + _note("A divergence is infinite in every stage: there is no bound.")
+    last = bounded[-1]
     achieved, configured = last["achieved"], last["configured"]
+    # An infinite radius bounds nothing.
+    with_radii = [_amount(t["value"]) for t in configured["terms"]] if configured else ["-"] * len(achieved["terms"])
     rows = [
         [
             text(mine["name"]),
             _amount(mine["value"]),
-            _amount(theirs["value"]),
+            theirs,
             f'<span class="basis {text(mine["basis"])}">{text(mine["basis"])}</span>',
             text(mine["note"]),
         ]
-        for mine, theirs in zip(achieved["terms"], configured["terms"], strict=True)
+        for mine, theirs in zip(achieved["terms"], with_radii, strict=True)
     ]
+
+    def bound(certificate: Record | None) -> str:
+        return _amount(certificate["lower_bound"]) if certificate else "-"
+
     void = f'<span class="basis assumed">void</span> {text(achieved["reason"])}'
-    rows.append(
-        ["<b>sum</b>", _amount(achieved["lower_bound"]), _amount(configured["lower_bound"]), void, "information only"]
-    )
+    rows.append(["<b>sum</b>", bound(achieved), bound(configured), void, "information only"])
     bounds = [
         [
             str(stage["stage"]),
-            _amount(stage["achieved"]["lower_bound"]),
-            _amount(stage["configured"]["lower_bound"]),
-            f"void ({text(stage['achieved']['reason'])})",
+            bound(stage["achieved"]),
+            bound(stage["configured"]),
+            f"void ({text(stage['achieved']['reason'])})" if stage["achieved"] else "none",
             text(", ".join(f"{e['agent']} {e['word']}" for e in stage["entries"])),
         ]
         for stage in view.stages
