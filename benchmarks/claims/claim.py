@@ -18,11 +18,13 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import baton
 from baton import records
@@ -32,6 +34,7 @@ from baton.errors import BatonError, Interrupted, MissingError, RunError
 
 ROOT = Path(__file__).resolve().parents[2]
 
+Task = TypeVar("Task")
 Bars = dict[str, tuple[float, float, bool]]
 """What a claim stands on: name -> (value, bar, whether it holds)."""
 
@@ -174,6 +177,28 @@ def code(script: Path) -> str:
         digest.update(f"{path.name}:{path.stat().st_size}:".encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def run_missing(
+    found: Results, work: Callable[[Task], Any], tasks: Mapping[tuple[str, int], Task], *, processes: int = 2
+) -> None:
+    """Run what (arm, seed) has no result yet, several processes at a time; each result is durable as it comes.
+
+    Args:
+        work: a function of a module: a fresh interpreter must find it.
+    """
+    missing = {at: task for at, task in tasks.items() if at not in found.found}
+    with ProcessPoolExecutor(min(processes, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
+        running = {pool.submit(work, task): at for at, task in missing.items()}
+        try:
+            for done, future in enumerate(as_completed(running), start=1):
+                arm, seed = running[future]
+                result = future.result()
+                found.of(arm, seed, lambda result=result: result)
+                print(f"{done} of {len(missing)}: {arm}, seed {seed}", file=sys.stderr)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 # ---- a run as a result -------------------------------------------------------------------------------------------------
