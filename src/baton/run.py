@@ -29,7 +29,7 @@ from baton.core import batching
 from baton.core.keyed import SAMPLE
 from baton.engines import local
 from baton.engines.engine import Learner
-from baton.envs.grading import GraderPool
+from baton.envs.grading import GraderPool, refuse_at_import
 from baton.errors import BatonError, ConfigError, DataError, Interrupted, ModelError, RunError
 from baton.host import Reporter, Silent, Stop, complete, stoppable
 from baton.journal import (
@@ -87,6 +87,7 @@ def train(
         RunError: the directory is taken, absent, of another config, or unwritable.
         Interrupted: the user asked to stop; what was complete is on disk.
     """
+    refuse_at_import()
     reporter = reporter or Silent()
     if isinstance(config, Config):
         parsed, root, name = config, Path.cwd(), "run"

@@ -116,6 +116,23 @@ def test_code_that_cannot_grade_says_so_before_a_model_loads(
     assert said in line and "and its own answer '0' cannot be graded" in line
 
 
+def test_a_module_that_trains_when_it_is_imported_does_not_start_itself_again_and_again(tmp_path: Path) -> None:
+    path = own_task(tmp_path)
+    with (tmp_path / "own_task.py").open("a") as file:
+        file.write(f"import baton\nbaton.train({str(path)!r}, run={str(tmp_path / 'run')!r})\n")
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "own_task.py")],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([SOURCE, os.environ.get("PYTHONPATH", "")])},
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1 and "if __name__ == '__main__':" in done.stderr.splitlines()[-1]
+    left = subprocess.run(["pgrep", "-f", str(tmp_path)], stdout=subprocess.PIPE, text=True, check=False).stdout
+    assert not left, "a process of that task is still running"
+
+
 def test_a_rule_of_ones_own_is_named_by_its_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "own_rule.py").write_text("def rule(task, turns, agents):\n    raise KeyError('who')\n", encoding="utf-8")
     path = tmp_path / "rule.toml"

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from baton.core.keyed import Key
 from baton.envs.env import Demonstration, Grade
-from baton.envs.grading import submitted
+from baton.envs.grading import importing, submitted
 from baton.envs.jsonl import JsonlEnv, JsonlOptions
 from baton.errors import BatonError, ConfigError, MissingError, TaskFault, cause
 from baton.types import Task
@@ -230,7 +230,8 @@ def user_code(name: str, *, key: str, root: Path) -> Callable[..., Any]:
     if folder not in sys.path:
         sys.path.append(folder)
     try:
-        module = importlib.import_module(module_name)
+        with importing(module_name):
+            module = importlib.import_module(module_name)
     except Exception as error:  # the documented edge: importing user code may raise anything
         raise ConfigError(
             f"{key} = '{name}': importing {module_name} raised {cause(error)}; the import path is Python's, then {folder}"

@@ -546,6 +546,30 @@ class GraderPool:
             self.counts[what] += 1
 
 
+_IN_WORKER = "BATON_GRADER_WORKER"
+_importing: set[str] = set()
+
+
+@contextmanager
+def importing(name: str) -> Generator[None]:
+    """While the module of a user's task is imported."""
+    _importing.add(name)
+    try:
+        yield
+    finally:
+        _importing.discard(name)
+
+
+def refuse_at_import() -> None:
+    """Raises ConfigError where a task's module, as it is imported, starts what imports it: a run, which imports it here and
+    in graders, which would start runs of their own."""
+    if _importing or os.environ.get(_IN_WORKER):
+        raise ConfigError(
+            "the module of a task or reward function starts baton when it is imported, and its graders import it too; put "
+            "that call under: if __name__ == '__main__':"
+        )
+
+
 _Phase = Literal["starting", "opening", "grading", "idle"]
 
 
@@ -553,13 +577,14 @@ class _Worker:
     """One process and its two pipes. A plain subprocess, not multiprocessing: the user's main module is not run again."""
 
     def __init__(self, deadline: float) -> None:
+        refuse_at_import()
         code = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from baton.envs.grading import serve; serve()"
         self._process = subprocess.Popen(
             [sys.executable, "-c", code, json.dumps(sys.path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
-            env={"OMP_NUM_THREADS": "1", **os.environ},
+            env={"OMP_NUM_THREADS": "1", **os.environ, _IN_WORKER: "1"},
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._input: IO[bytes] = self._process.stdin
