@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -30,7 +30,9 @@ import baton
 from baton import records
 from baton.console import Console
 from baton.core.scores import Interval, mean_interval, paired_interval
+from baton.core.trust_region import clopper_pearson_upper
 from baton.errors import BatonError, Interrupted, MissingError, RunError
+from baton.journal import Run
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -227,6 +229,18 @@ def one_seed(
     }
 
 
+def training_tokens(run: Run) -> int:
+    """Tokens that a run generated to learn from: its updates' episodes and, where an order was measured, those. The gate's
+    probe episodes are not counted; what the agents of a stage share is counted once."""
+    options, updates = run.config.algorithm, run.updates
+    batches = {(u["stage"] if options.shares_episodes else u["index"]): u["episodes"]["tokens"] for u in updates}
+    tokens = sum(sum(spoken.values()) for spoken in batches.values())
+    for update in updates if options.is_measured else ():
+        rows = records.read_episodes(run.path / update["episodes_file"], ["use", "turns.list.element.ids"])
+        tokens += sum(len(turn["ids"]) for row in rows if row["use"] == "order" for turn in row["turns"])
+    return tokens
+
+
 def tell_seed(result: Mapping[str, Any]) -> None:
     """Print what `one_seed` found."""
     updates = sum(result["verdicts"].values())
@@ -242,6 +256,19 @@ def tell_seed(result: Mapping[str, Any]) -> None:
             mean, low, high = row["difference"]
             measured += f"  team minus this {mean:+.3f} [{low:+.3f}, {high:+.3f}]"
         print(f"  {row['name']:46} {measured} {row['note']}")
+
+
+# ---- what is proven ----------------------------------------------------------------------------------------------------
+
+CONFIDENCE = 0.999
+"""One-sided, of one seed against a cap: of 32 seeds of teams that sit on their caps, one would pass in 3 % of all runs."""
+
+
+def below(cap: float, counts: Iterable[tuple[int, int]]) -> tuple[float, float, bool]:
+    """The bar of a proven cap of accuracy: the highest Clopper-Pearson lower end of these (right, asked), one a seed, and
+    whether it stays within the cap."""
+    highest = max(1.0 - clopper_pearson_upper(n - k, n, confidence=CONFIDENCE) for k, n in counts)
+    return highest, cap, highest <= cap
 
 
 # ---- what is said ------------------------------------------------------------------------------------------------------

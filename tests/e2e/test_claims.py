@@ -16,15 +16,24 @@ from typing import Any
 import claim
 import conflict
 import drift
+import gate_audit
 import numpy as np
+import order
 import pytest
+import relays
+import team_vs_one
+import torch
 import worlds
+from scipy import optimize, stats
 
+import baton
 from baton import records
 from baton.core.keyed import key
 from baton.engines.engine import Request
 from baton.engines.table import TableCodec, TableLearner
-from baton.errors import MissingError, RunError
+from baton.envs.relay import RelayEnv, RelayOptions
+from baton.errors import ConfigError, MissingError, RunError
+from baton.testing import check_env
 from reference import mdp
 
 # ---- results that outlive the process ----------------------------------------------------------------------------------
@@ -142,7 +151,7 @@ def test_the_last_line_is_json_and_the_exit_code_asks_for_every_bar(
 
 
 def test_an_interval_over_one_seed_is_refused_before_anything_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    for script in (conflict, drift):
+    for script in (conflict, drift, order, gate_audit, team_vs_one):
         with pytest.raises(SystemExit) as stopped:
             script.main(["--seeds", "1"])
         assert stopped.value.code == 2 and "needs at least 2" in capsys.readouterr().err
@@ -274,6 +283,259 @@ def test_an_exponent_is_the_slope_of_a_power_law_with_paired_resampling() -> Non
     found = drift.exponents(sizes, tables)
     for name, power in ((drift.REUSE, 2.0), (drift.RESAMPLE, 0.5), (drift.BETWEEN, 1.5)):
         assert (found[name].value, found[name].low, found[name].high) == pytest.approx((power,) * 3)
+
+
+# ---- caps that are theorems, and the relay dealt otherwise -------------------------------------------------------------
+
+
+def test_the_bar_of_a_cap_fails_where_one_seed_lies_surely_above_it() -> None:
+    """427 of 1,000 is the cap of the reversed order; the 99.9 % lower end of 480 lies above it, that of 470 does not."""
+    cap = 0.4266
+    for right, holds in ((125, True), (427, True), (470, True), (480, False)):
+        low = stats.beta.ppf(0.001, right, 1000 - right + 1)
+        assert claim.below(cap, [(100, 1000), (right, 1000)]) == (pytest.approx(low), cap, holds)
+    assert claim.below(cap, [(0, 10)]) == (0.0, cap, True)
+
+
+def as_ordered(right: Mapping[str, int], asked: Mapping[str, int]) -> dict[str, Any]:
+    caps = {"cap_wrong_order_strict": 0.4266, "cap_rotated_strict": 0.6177}
+    return {"right": right, "asked": asked, "caps": caps}
+
+
+def test_each_wrong_rotation_is_held_against_its_own_cap() -> None:
+    fair = as_ordered({"0": 660, "1": 90, "2": 95}, {"0": 680, "1": 660, "2": 660})
+    assert all(holds for *_, holds in order.cap_bars({order.REVERSED: [fair], order.ROTATED: [fair, fair]}).values())
+    # Below the cap of all rotations, and above what 231 can reach.
+    odd = as_ordered({"0": 660, "1": 400, "2": 95}, {"0": 680, "1": 660, "2": 660})
+    bars = order.cap_bars({order.REVERSED: [fair], order.ROTATED: [fair, odd]})
+    assert [name.split(":")[0] for name, (*_, holds) in bars.items() if not holds] == ["rotated, order 231"]
+
+
+def test_a_measured_order_has_fewer_stages_of_the_same_tokens() -> None:
+    plain, greedy = order.stages(order.RIGHT, 100) * 384, order.stages(order.GREEDY, 100) * (384 + 64)
+    assert plain == 38_400 and plain - 448 < greedy <= plain
+    assert {order.stages(arm, 100) for arm in order.ARMS if arm != order.GREEDY} == {100}
+
+
+def test_the_relay_dealt_otherwise_keeps_its_tasks_and_answers() -> None:
+    options: dict[str, Any] = {"symbols": 5, "prompts": 60}
+    relay = RelayEnv(RelayOptions(**options), n_agents=3)
+    backwards, whole, works = relays.Backwards(**options), relays.Alone(**options), relays.Alone(works=True, **options)
+    for env in (backwards, whole, works):
+        check_env(env)
+    for index in range(20):
+        task, hidden = relay.task(index), json.loads(relay.task(index).payload)
+        assert backwards.task(index).views == task.views[::-1] and backwards.task(index).answer == task.answer
+        assert (
+            whole.task(index).view(0) == task.prompt and relays.Alone(shard=0, **options).task(index).views == task.views[:1]
+        )
+        at, said = hidden["start"], ""
+        for table in hidden["tables"]:
+            at = table[at]
+            said += hidden["words"][at]
+        assert works.demonstration(works.task(index), 0).reply == said and said[-1] == task.answer
+        assert works.grade(task, said).reward == works.grade(task, task.answer).reward == 1.0
+        assert whole.grade(task, said).reward == 0.0 and whole.demonstration(task, 0).reply == task.answer
+        last = backwards.demonstration(backwards.task(index), 2)
+        assert last.view == task.views[0] and last.reply == said[0] and len(last.heard) == 1
+
+
+def test_a_demonstrator_of_the_work_errs_as_often_as_three_seats_that_go_on_from_each_other() -> None:
+    env = relays.Alone(works=True, symbols=8, prompts=3000, demonstration_accuracy=0.6)
+    right, hops = 0, [0, 0, 0]
+    for index in range(env.size):
+        task = env.task(index)
+        hidden, said = json.loads(task.payload), env.demonstration(task, 0).reply
+        at = hidden["start"]
+        for i, table in enumerate(hidden["tables"]):
+            hops[i] += hidden["words"][table[at]] == said[i]
+            at = hidden["words"].index(said[i])
+        right += said[-1] == task.answer
+    assert all(abs(n / env.size - 0.6) < 0.04 for n in hops)
+    # Right, or wrong and by chance back: 1/8 + 7/8 ((.6 - 1/8) / (7/8))^3.
+    assert right / env.size == pytest.approx(0.125 + 0.875 * (0.475 / 0.875) ** 3, abs=0.04)
+
+
+# ---- the gate, audited -------------------------------------------------------------------------------------------------
+
+
+def test_a_share_has_the_clopper_pearson_interval() -> None:
+    for k, n in ((0, 40), (3, 40), (40, 40), (7, 900)):
+        low, high = (stats.beta.ppf(q, k + (q > 0.5), n - k + (q < 0.5)) for q in (0.025, 0.975))
+        found = gate_audit.share(k, n)
+        assert found == pytest.approx((k / n, 0.0 if k == 0 else low, 1.0 if k == n else high))
+    with pytest.raises(MissingError, match="a share of nothing"):
+        gate_audit.share(0, 0)
+
+
+def test_a_quantile_is_beyond_the_radius_as_the_gate_counts_it() -> None:
+    for beyond in (9, 10, 11):
+        d = torch.cat([torch.full((1000 - beyond,), 0.01), torch.full((beyond,), 0.1)])
+        assert gate_audit.exceeds(beyond, 1000) == (gate_audit.trust_region.quantile_point(d, alpha=0.01) > 0.05)
+    through = [{"accepted": {"a": 0.5, "b": None}, "beyond": [300, 11, 2, 0, 0], "states": 1000}]
+    assert gate_audit.let_through(through, "a") == (1, 1) and gate_audit.let_through(through, "b") == (0, 0)
+    through.append({"accepted": {"a": 0.25}, "beyond": [300, 11, 2, 0, 0], "states": 1000})
+    assert gate_audit.let_through(through, "a") == (1, 2)
+
+
+def test_an_exponent_is_the_most_likely_power_also_where_nothing_is_beyond() -> None:
+    radii = (0.001, 0.01, 0.1, 1.0)
+    for power in (-0.7, 0.0, 0.5):
+        beyond = [round(1e9 * 0.01 * (r / 0.1) ** power) for r in radii]
+        assert gate_audit.exponent(radii, beyond, [10**9] * 4) == pytest.approx(power, abs=1e-5)
+    beyond, states = [0, 3, 2, 9], [500, 1000, 400, 1000]
+
+    def unlikely(at: Any) -> float:
+        mean = np.array(states) * np.exp(at[0] + at[1] * np.log(radii))
+        return float((mean - np.array(beyond) * np.log(mean)).sum())
+
+    best = optimize.minimize(unlikely, [-5.0, 0.0], method="Nelder-Mead", options={"xatol": 1e-8, "fatol": 1e-12}).x[1]
+    assert gate_audit.exponent(radii, beyond, states) == pytest.approx(best, abs=1e-4)
+    assert gate_audit.exponent(radii, [5, 0, 0, 0], states) == -math.inf
+    assert gate_audit.exponent(radii, [0, 0, 0, 5], states) == math.inf
+    with pytest.raises(MissingError, match="no exponent"):
+        gate_audit.exponent(radii, [0] * 4, states)
+    counts = [[(round(1000 * r**0.5), 1000) for r in radii], [(round(2000 * r**0.5), 2000) for r in radii]]
+    assert gate_audit.exponent_interval(radii, counts) == pytest.approx((0.5, 0.5, 0.5), abs=0.01)
+
+
+def looked(bad: Mapping[int, int]) -> torch.Tensor:
+    """Divergences of the shared episodes, squares of the scale: .02 nats, and .5 at so many siblings of these prompts."""
+    prompts = [n for n in range(gate_audit.PROBE) for _ in range(gate_audit.SIBLINGS if n < gate_audit.CROWDED else 1)]
+    whole = torch.full((len(prompts),), 0.02, dtype=torch.float64)
+    for prompt, count in bad.items():
+        whole[prompts.index(prompt) : prompts.index(prompt) + count] = 0.5
+    return torch.stack([whole * scale**2 for scale in gate_audit.SCALES])
+
+
+def test_a_design_sees_its_own_prompts_and_siblings_and_no_others() -> None:
+    tasks = [RelayEnv(RelayOptions(prompts=500), n_agents=3).task(n) for n in range(gate_audit.PROBE)]
+    asked = gate_audit.plays(tasks)
+    assert len(asked) == looked({}).shape[1] == 115 * 4 + 344
+    assert [p.sibling for p in asked[:5]] == [0, 1, 2, 3, 0] and asked[460].task == tasks[115]
+
+    def scales(bad: Mapping[int, int]) -> dict[str, float | None]:
+        return {n: gate_audit.accepted_scale(d, looked(bad), radius=0.05) for n, d in gate_audit.DESIGNS.items()}
+
+    assert set(scales({}).values()) == {1.0}
+    # One prompt of 115 whose siblings are all beyond: 4 states of 460 are no quantile, and the largest of 460 units is.
+    wrong = scales({100: 4})
+    assert wrong["115 prompts, 4 siblings"] == wrong["16 prompts"] == wrong["64 prompts"] == 1.0
+    assert wrong["115 prompts, 4 siblings as units"] == 0.25 and wrong[gate_audit.CERTIFIED] == 0.25
+    beyond = scales({400: 1})
+    assert [name for name, scale in beyond.items() if scale != 1.0] == [gate_audit.CERTIFIED]
+    assert scales({3: 4})["16 prompts"] == scales({3: 4})["64 prompts"] == 0.25 and scales({40: 4})["16 prompts"] == 1.0
+    # Two prompts of 115 are more than 1 % of the states.
+    assert scales({100: 4, 101: 4})["115 prompts, 4 siblings"] == 0.25
+
+
+def test_an_accepted_update_is_measured_again_as_it_was_judged(tmp_path: Path) -> None:
+    """From the weights before and after it, on the run's own probe episodes, at the scale at which it was accepted."""
+    made = ["seed=3", "engine.threads=1", "env.prompts=1000", "algorithm.stages=1", "algorithm.episodes=32"]
+    made += ["checkpoint.keep_promoted=all", "algorithm.min_informative=1"]
+    made += [
+        f"agents.{i}.{change}"
+        for i in range(3)
+        for change in ("radius={token=0.002, message_mean=inf}", "warm_start.steps=1")
+    ]
+    run = baton.train(gate_audit.CONFIG, run=tmp_path / "run", overrides=made)
+    auditor, before = gate_audit.Auditor(run), records.read_position(run.start["position"])
+    scales: list[float] = []
+    for line in run.updates:
+        if line["word"] != "rejected":
+            rows = records.read_episodes(run.path / line["episodes_file"])
+            played = [records.read_episode(row) for row in rows if row["use"] == "probe"]
+
+            class Recorded:
+                async def play(self, asked: Any, *, played: Any = played, **_: Any) -> Any:
+                    return played
+
+            auditor.table = Recorded()  # type: ignore[assignment]
+            d = asyncio.run(auditor.looked(line, before, [], "again"))
+            scale = float(line["verdict"]["scale"])
+            name = f"{int(line['index']):06d}-{line['agent']}.parquet"
+            for recorded in records.read_divergences(run.path / "divergences" / name):
+                now = d[gate_audit.SCALES.index(recorded.scale)]
+                assert torch.allclose(now, recorded.divergence.of("max").double(), rtol=1e-2, atol=2e-6)
+            scales.append(scale)
+        before = records.read_position(line["position"])
+    assert min(scales) < 1.0, "a whole step would not need to be put together again"
+    beyond, states = gate_audit.first_looks(run, run.updates)
+    assert states == 64 * len(run.updates) and 0 < beyond <= states
+
+
+# ---- one against three -------------------------------------------------------------------------------------------------
+
+
+def test_one_model_generates_in_as_many_updates_the_tokens_of_the_team() -> None:
+    team = team_vs_one.TEAM
+    for tokens in (1, 2, 3):
+        one = team.alone(tokens)
+        assert (one.updates, one.total, one.agents) == (team.updates, team.total, 1)
+    assert team.alone(2).episodes == 192 and team.alone(3).episodes == team.episodes
+    with pytest.raises(ConfigError, match="no whole number of episodes of 5"):
+        team.alone(5)
+    for tokens in (1, 2, 3):
+        batches = team_vs_one.lessons(team_vs_one.TAUGHT, tokens, batch=team_vs_one.BATCH)
+        assert batches * tokens * team_vs_one.BATCH == team_vs_one.TAUGHT
+
+
+def test_every_arm_is_a_config_with_the_same_budget() -> None:
+    def spent(config: Any, tokens: int) -> tuple[int, int]:
+        options, warm = config.algorithm, [a.warm_start for a in config.agents]
+        taught = warm[:1] if warm[0].seats == "all" else warm
+        shown = sum(w.steps * w.batch for w in taught) * (tokens if len(config.agents) == 1 else 1)
+        return options.stages * len(config.agents) * options.episodes * tokens, shown
+
+    for size in team_vs_one.TOTAL:
+        teams = [team_vs_one.team_changes(size, arm, quick=False) for arm in (team_vs_one.TEAM_ARM, team_vs_one.SHARED)]
+        ones = [team_vs_one.one_changes(size, arm, quick=False) for arm in ("answer", team_vs_one.WORKS)]
+        configs = [baton.load_config(team_vs_one.CONFIG, made) for made in (*teams, *ones)]
+        assert {spent(c, n) for c, n in zip(configs, (3, 3, 2, 3), strict=True)} == {
+            (team_vs_one.TEAM.total, team_vs_one.TAUGHT)
+        }
+        few = baton.load_config(team_vs_one.CONFIG, team_vs_one.one_changes(size, team_vs_one.SHARD, quick=False))
+        assert few.env.arguments["shard"] == 0 and few.algorithm.stages == team_vs_one.FEW
+    for changed in order.ARMS.values():
+        baton.load_config(order.CONFIG, [*order.COMMON, *changed])
+
+
+@pytest.mark.parametrize("change", ["order=greedy", "order=random", "name=joint"])
+def test_the_tokens_of_a_training_are_those_of_its_files_without_the_probes(tmp_path: Path, change: str) -> None:
+    made = ["algorithm.stages=2", f"algorithm.{change}", "algorithm.group=4"]
+    run = baton.train(claim.ROOT / "configs" / "parity.toml", run=tmp_path / "run", overrides=made)
+    counted: dict[tuple[str, str], int] = {}
+    for update in run.updates:
+        for row in records.read_episodes(run.path / update["episodes_file"]):
+            if row["use"] != "probe":
+                counted[row["use"], row["id"]] = sum(len(turn["ids"]) for turn in row["turns"])
+    assert claim.training_tokens(run) == sum(counted.values())
+    assert ("order" in {use for use, _ in counted}) == (change == "order=greedy")
+
+
+def test_the_bars_of_one_against_three_can_fail() -> None:
+    def bars(works: float, lone: int, tokens: int) -> list[str]:
+        kept = claim.Results()
+        seeds = (0, 1)
+        for seed in seeds:
+            costs = {"team": 57_600, "answer": 57_600, "works": tokens}
+            for name, arm in team_vs_one.COSTS.items():
+                at, given = team_vs_one.at("64k", arm), {"training_tokens": costs.get(name, 1)}
+                row = {"rows": {arm: {"value": lone / 1000, "n": 1000}}, "facts": {"cap_one_call": 0.125}, "costs": {}}
+                kept.of(at, seed, lambda row=row: row)["costs"][name] = given
+        less = {
+            name: claim.paired_interval([0.5, 0.52], [value, value + 0.02])
+            for name, value in (("one model, whole question, works", works), ("one call, one shard", lone / 1000))
+        }
+        found = team_vs_one.size_bars("64k", kept, seeds, less)
+        return [name for name, (*_, holds) in found.items() if not holds]
+
+    assert bars(0.6, 130, 57_600) == []
+    assert [name.split(": ")[1].split(",")[0] for name in bars(0.4, 170, 50_000)] == [
+        "primary contrast",
+        "one call",
+        "generated tokens",
+    ]
 
 
 # ---- both, as a user calls them ----------------------------------------------------------------------------------------
