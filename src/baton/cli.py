@@ -18,6 +18,7 @@ began; 3 the run stalled; 130 interrupted. Bad input and known failures are one 
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import json
 import os
@@ -34,7 +35,7 @@ from baton import config as configs
 from baton import console as show
 from baton import plan as planning
 from baton.audit import verify
-from baton.errors import BatonError, ConfigError, DataError, Interrupted, ModelError, RunError
+from baton.errors import BatonError, ConfigError, DataError, Interrupted, ModelError, RunError, is_text
 from baton.evaluation import evaluate, evaluate_model
 from baton.journal import Run, open_run
 from baton.records import Record
@@ -45,17 +46,21 @@ FAILED, BAD_INPUT, STALLED, INTERRUPTED, NO_READER = 1, 2, 3, 130, 141
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started us
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     for stream in (sys.stdout, sys.stderr):
         # Models write any character; a terminal of another encoding gets \\u escapes, not a crash.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
     try:
-        arguments = _parser().parse_args(argv)
+        try:
+            arguments = _parser().parse_args(argv)
+        except SystemExit as stop:  # --help and --version
+            return int(stop.code or 0)
         code: int = arguments.command(arguments)
         sys.stdout.flush()
         return code
-    except SystemExit as stop:  # --help and --version
-        return int(stop.code or 0)
     except (ConfigError, ModelError, DataError) as error:
         return _refuse(error, BAD_INPUT)
     except BatonError as error:
@@ -67,6 +72,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (head, a pager) has left. Python flushes stdout once more at exit, which must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return NO_READER
+    except (PermissionError, IsADirectoryError, NotADirectoryError) as error:
+        return _refuse(RunError(f"{error.filename}: {error.strerror}"), FAILED)
+    except OSError as error:
+        if error.errno not in (errno.ENAMETOOLONG, errno.ENOSPC):
+            raise
+        return _refuse(RunError(f"{error.filename or 'standard output'}: {error.strerror}"), FAILED)
 
 
 def _refuse(error: BatonError, code: int) -> int:
@@ -548,6 +559,9 @@ def _try(arguments: argparse.Namespace) -> int:
     if not given and not sys.stdin.isatty():
         raise ConfigError("give a QUESTION, --view or --views; only a terminal is asked for questions")
     asked = _views(arguments) if arguments.view or arguments.views else _asked(arguments.question or "")
+    for text in [asked] if isinstance(asked, str) else asked:
+        if not is_text(text):
+            raise DataError(f"the question {text!r} is no text: half a surrogate pair, or bytes that are not UTF-8")
     team = run.load_team(arguments.run)
     try:
         if given:

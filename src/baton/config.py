@@ -270,7 +270,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     file = Path(path)
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ConfigError(f"config {file}: {error.strerror or error}; give the path of a TOML file") from error
     except UnicodeDecodeError as error:

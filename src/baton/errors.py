@@ -23,6 +23,14 @@ def cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
+def is_text(value: object) -> bool:
+    """Whether a value is a text that can be written: Python's may hold halves of surrogate pairs."""
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:
+        return False
+
+
 class BatonError(Exception):
     """The root: `except BatonError` catches everything that baton raises on purpose."""
 

@@ -9,8 +9,10 @@ for each of them, appends what they said, and repeats until nobody is due; then 
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, assert_never
 
@@ -263,7 +265,8 @@ class Router:
         """
         name = self.options.rule
         try:
-            picked: Any = self.rule(task, tuple(turns), self.agents)
+            with redirect_stdout(sys.stderr):  # standard output is the command's
+                picked: Any = self.rule(task, tuple(turns), self.agents)
         except (Exception, SystemExit) as error:  # the documented edge: what user code raises is its own failure
             raise TaskFault(f"protocol.rule = '{name}' raised {cause(error)}") from error
         if picked is None and turns:

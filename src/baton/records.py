@@ -62,6 +62,12 @@ def writing(path: Path) -> Generator[None]:
         ) from error
 
 
+_MASK = os.umask(0)
+os.umask(_MASK)
+_READABLE = 0o666 & ~_MASK
+"""Rights of what is written: the user's own umask decides. Some writers (safetensors) would keep everybody else out."""
+
+
 def sync_folder(folder: Path) -> None:
     """Make the names in a folder durable."""
     handle = os.open(folder, os.O_RDONLY)
@@ -72,9 +78,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Make every file below a folder durable, then the names."""
+    """Make every file below a folder durable and readable as the umask says, then the names."""
     for path in sorted(folder.rglob("*")):
         if path.is_file():
+            path.chmod(_READABLE)
             with path.open("rb") as handle:
                 os.fsync(handle.fileno())
     sync_folder(folder)
@@ -86,6 +93,7 @@ def write_file(path: Path, write: Callable[[Path], None]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.partial")
         write(partial)
+        partial.chmod(_READABLE)
         with partial.open("rb") as handle:
             os.fsync(handle.fileno())
         partial.replace(path)

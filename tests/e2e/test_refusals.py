@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -40,9 +41,12 @@ ODD_ID = """def task(self, i):
     object.__setattr__(task, "id", i)
     return task"""
 
+TASK = 'return Task(id=f"t{i}", env="own", prompt=f"q{i}", answer="0")'
+VIEWED = "def task(self, i): return Task(id=f't{{i}}', env='own', prompt=f'q{{i}}', answer='0', views={views})"
+
 GOOD = {
     "size": "size = 200",
-    "task": 'def task(self, i): return Task(id=f"t{i}", env="own", prompt=f"q{i}", answer="0")',
+    "task": f"def task(self, i): {TASK}",
     "grade": "def grade(self, task, answer): return answer == task.answer",
     "more": "",
 }
@@ -93,6 +97,10 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyt
         ({"more": "reward_range = (1, 0)"}, "Own.reward_range = (1, 0): give two finite numbers"),
         ({"more": "reward_range = 5"}, "Own.reward_range = 5: give two finite numbers"),
         ({"more": "seats = 'one'"}, "Own.seats is 'one'"),
+        ({"more": "def __init__(self): raise SystemExit('set MYDATA')"}, "raised SystemExit: set MYDATA"),
+        ({"more": "def __init__(self): raise SystemExit"}, "raised SystemExit"),
+        ({"task": VIEWED.format(views="('a', 'b')")}, "Own.task(0).views is ('a', 'b'); it must be a tuple of 1 texts"),
+        ({"task": VIEWED.format(views="('\\ud800',)")}, "Own.task(0).views[0] is '\\ud800'; it must be a text"),
     ],
 )
 def test_a_task_of_ones_own_that_breaks_its_contract_is_named(
@@ -141,6 +149,15 @@ def test_a_rule_of_ones_own_is_named_by_its_key(tmp_path: Path, capsys: pytest.C
     assert "protocol.rule = 'own_rule:rule' raised KeyError: 'who'" in capsys.readouterr().err
 
 
+def test_what_code_of_ones_own_prints_stays_away_from_what_programs_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = own_task(tmp_path, more="def __init__(self): print('hello')", task="def task(self, i): print('hi'); " + TASK)
+    assert main(["config", str(path), "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["env"]["name"] == "own_task:Own" and "hello" in err and "hi" in err
+
+
 # ---- files and folders -----------------------------------------------------------------------------------------
 
 
@@ -182,6 +199,33 @@ def test_a_run_whose_tensors_were_cut_off_names_the_file(
     assert main(["train", str(config), "--run", str(path), "--resume", *more]) == 1
     said = capsys.readouterr().err
     assert f"error: {file} cannot be read" in said and "restore it from a copy" in said and "Traceback" not in said
+
+
+def test_a_report_does_not_replace_a_file_that_is_none(
+    first: Path,  # noqa: F811
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "kept"
+    shutil.copytree(first, path)
+    before = (path / "stages.jsonl").read_bytes()
+    assert main(["report", str(path), "-o", str(path / "stages.jsonl")]) == 2
+    assert "no HTML page; it would be lost" in capsys.readouterr().err
+    assert (path / "stages.jsonl").read_bytes() == before
+    for _ in range(2):  # an older page is replaced
+        assert main(["report", str(path), "-o", str(tmp_path / "page.html")]) == 0
+
+
+def test_a_runs_files_have_the_rights_that_the_umask_gives(first: Path) -> None:  # noqa: F811
+    mask = os.umask(0)
+    os.umask(mask)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in first.rglob("*.safetensors")}
+    assert modes and set(modes.values()) == {0o666 & ~mask}, modes
+
+
+def test_a_question_that_is_no_text_is_refused(first: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+    assert main(["try", str(first), "\udcff"]) == 2
+    assert "is no text" in capsys.readouterr().err
 
 
 def test_a_version_0_that_somebody_removed_is_not_explained_with_a_setting(

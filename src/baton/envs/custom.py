@@ -13,6 +13,7 @@ import importlib
 import math
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from baton.core.keyed import Key
 from baton.envs.env import Demonstration, Grade
 from baton.envs.grading import importing, submitted
 from baton.envs.jsonl import JsonlEnv, JsonlOptions
-from baton.errors import BatonError, ConfigError, MissingError, TaskFault, cause
+from baton.errors import BatonError, ConfigError, MissingError, TaskFault, cause, is_text
 from baton.types import Task
 
 _UNIT = (0.0, 1.0)
@@ -87,6 +88,7 @@ class CustomEnv:
 
     def __init__(self, inner: Any, *, n_agents: int | None = None) -> None:
         self._inner = inner
+        self._n = n_agents
         lacking = [name for name in ("size", "task", "grade") if self._own(name, None) is None]
         if lacking:
             raise ConfigError(f"{type(inner).__name__} has no {', '.join(lacking)}; an env needs size, task and grade")
@@ -105,16 +107,19 @@ class CustomEnv:
     def _own(self, name: str, default: Any) -> Any:
         """An attribute of the user's object, which may be a property that raises."""
         try:
-            return getattr(self._inner, name, default)
-        except Exception as error:  # the documented edge: user code may raise anything
+            with redirect_stdout(sys.stderr):
+                return getattr(self._inner, name, default)
+        except (Exception, SystemExit) as error:  # the documented edge: user code may raise anything
             raise ConfigError(f"{type(self._inner).__name__}.{name} raised {cause(error)}") from error
 
     def _call(self, name: str, *arguments: Any) -> Any:
         try:
-            return getattr(self._inner, name)(*arguments)
+            # Standard output is the command's: with --json it is read by programs.
+            with redirect_stdout(sys.stderr):
+                return getattr(self._inner, name)(*arguments)
         except BatonError:
             raise
-        except Exception as error:  # the documented edge: user code may raise anything
+        except (Exception, SystemExit) as error:  # the documented edge: user code may raise anything
             shown = ", ".join(repr(a.id if isinstance(a, Task) else a) for a in arguments)
             raise ConfigError(f"{self.name}.{name}({shown}) raised {cause(error)}") from error
 
@@ -127,8 +132,12 @@ class CustomEnv:
         texts = {name: getattr(given, name) for name in ("id", "env", "prompt", "answer", "payload")}
         texts |= {f"views[{i}]": view for i, view in enumerate(given.views)}
         for name, text in texts.items():
-            if not isinstance(text, str):
+            if not is_text(text):
                 raise ConfigError(f"{self.name}.task({index}).{name} is {text!r}; it must be a text")
+        if given.views and self._n is not None and (isinstance(given.views, str) or len(given.views) != self._n):
+            raise ConfigError(
+                f"{self.name}.task({index}).views is {given.views!r}; it must be a tuple of {self._n} texts, one a seat"
+            )
         return given
 
     def grade(self, task: Task, answer: str) -> Grade:
@@ -203,10 +212,11 @@ def custom_env(options: CustomOptions, *, n_agents: int, root: Path) -> CustomEn
         return RewardEnv(options, root=root)
     factory = user_code(options.name, key="env.name", root=root)
     try:
-        inner = factory(**options.arguments)
+        with redirect_stdout(sys.stderr):
+            inner = factory(**options.arguments)
     except BatonError:
         raise
-    except Exception as error:  # the documented edge: a user's constructor may raise anything
+    except (Exception, SystemExit) as error:  # the documented edge: a user's constructor may raise anything
         raise ConfigError(
             f"env.name = '{options.name}': building it with {dict(options.arguments)} raised {cause(error)}; "
             "check env.arguments, or give env.data if it is a reward function"
@@ -230,9 +240,9 @@ def user_code(name: str, *, key: str, root: Path) -> Callable[..., Any]:
     if folder not in sys.path:
         sys.path.append(folder)
     try:
-        with importing(module_name):
+        with importing(module_name), redirect_stdout(sys.stderr):
             module = importlib.import_module(module_name)
-    except Exception as error:  # the documented edge: importing user code may raise anything
+    except (Exception, SystemExit) as error:  # the documented edge: importing user code may raise anything
         raise ConfigError(
             f"{key} = '{name}': importing {module_name} raised {cause(error)}; the import path is Python's, then {folder}"
         ) from error

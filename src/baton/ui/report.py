@@ -924,6 +924,8 @@ def check_target(path: Path) -> None:
     try:
         if target.exists() and not target.is_file():
             why = "it is no regular file"
+        elif target.exists() and not target.read_bytes()[:64].lstrip().lower().startswith(b"<!doctype html"):
+            why = "it is there and no HTML page; it would be lost"
         else:
             partial.touch()
             partial.unlink()
