@@ -25,10 +25,13 @@ def cause(error: BaseException) -> str:
 
 def is_text(value: object) -> bool:
     """Whether a value is a text that can be written: Python's may hold halves of surrogate pairs."""
+    if not isinstance(value, str):
+        return False
     try:
-        return isinstance(value, str) and value.encode() is not None
+        value.encode()
     except UnicodeEncodeError:
         return False
+    return True
 
 
 class BatonError(Exception):
