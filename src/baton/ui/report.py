@@ -912,6 +912,11 @@ def _visible(words: str) -> str:
 # ---- on disk ---------------------------------------------------------------------------------------------------
 
 
+def _is_page(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(64).lstrip().lower().startswith(b"<!doctype html")
+
+
 def check_target(path: Path) -> None:
     """Refuse a file that cannot be written, before any work.
 
@@ -924,7 +929,7 @@ def check_target(path: Path) -> None:
     try:
         if target.exists() and not target.is_file():
             why = "it is no regular file"
-        elif target.exists() and not target.read_bytes()[:64].lstrip().lower().startswith(b"<!doctype html"):
+        elif target.exists() and target.suffix.lower() not in (".html", ".htm") and not _is_page(target):
             why = "it is there and no HTML page; it would be lost"
         else:
             partial.touch()
