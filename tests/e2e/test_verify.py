@@ -30,6 +30,7 @@ from baton.audit import (
     NOT_MEASURED,
     NOT_PROMOTED,
     NOT_SAMPLED,
+    NOT_SEALED,
     NOT_STEPPED,
     PRUNED,
     kl_tolerance,
@@ -112,6 +113,7 @@ EXPECTED = {
     NOT_STEPPED,
     NOT_SAMPLED,
     NOT_PROMOTED,
+    NOT_SEALED,
 }
 """What no audit can check; of an honest run that keeps all versions, nothing else (but a model from outside)."""
 
@@ -1002,6 +1004,13 @@ def test_damaged_weights_of_version_0_are_a_fault_in_one_line(copy: Callable[[Co
     path = copy(MODELS)
     cut(path / "state/first/v00000/model.safetensors")
     assert faults(path) and not baton.verify(path)["holds"]
+
+
+def test_a_training_file_that_cannot_be_read_is_found(copy: Callable[[Config], Path]) -> None:
+    path = copy(TABLES)
+    file = sorted(path.glob("state/*/training-*.safetensors"))[-1]
+    file.write_bytes(file.read_bytes()[:40])
+    assert named(faults(path), "files", str(file.relative_to(path)), "cannot be read")
 
 
 def test_weights_that_are_gone_although_they_are_always_kept(copy: Callable[[Config], Path]) -> None:

@@ -10,7 +10,7 @@ from baton.algorithms import sat
 from baton.algorithms.state import Position
 from baton.audit.episodes import EpisodeFiles
 from baton.audit.evidence import Evidence, Stage
-from baton.audit.findings import RELATIVE, STAGES
+from baton.audit.findings import NOT_SEALED, RELATIVE, STAGES
 from baton.audit.subject import Subject
 from baton.audit.updates import Updates
 from baton.audit.waiting import Waiting
@@ -136,6 +136,10 @@ class Journal:
                         found.ok("files")
                         if not (folder / files[name]).exists():
                             found.at(files[name]).wrong("files", "is gone: the promoted team's files are always kept")
+                        elif name == "training":
+                            with found.at(files[name]).reading("files"):
+                                records.load_training(folder / files[name])
+                            found.skip("weights", NOT_SEALED, 1, files[name])
 
     def _leftovers(self) -> None:
         """Files of updates that no line names. Between an update's files and its line a process can die, so only a run that
