@@ -511,15 +511,17 @@ def grader_pool(plan: Plan, *, check: Callable[[], None] = lambda: None) -> Grad
 
 
 def check_grader(plan: Plan, pool: GraderPool | None) -> None:
-    """Grade one answer before a model loads: code that fails on the task's own answer fails on every other.
+    """Grade a right answer and an empty one before a model loads: code that fails on these fails on every other.
 
     Raises:
-        DataError: names the task and what went wrong.
+        DataError: names the task, the answer and what went wrong.
     """
     task = plan.splits.train[0]
-    (outcome,) = grader(plan, pool)([(task, task.answer)])
-    if isinstance(outcome, Failed):
-        raise DataError(f"task {task.id} and its own answer {task.answer[:80]!r} cannot be graded: {outcome.reason}")
+    answers = list(dict.fromkeys([task.answer, ""]))
+    for answer, outcome in zip(answers, grader(plan, pool)([(task, answer) for answer in answers]), strict=True):
+        if isinstance(outcome, Failed):
+            what = f"its own answer {answer[:80]!r}" if answer else "an empty answer"
+            raise DataError(f"task {task.id} and {what} cannot be graded: {outcome.reason}")
 
 
 # ---- warm starts -----------------------------------------------------------------------------------------------
@@ -692,8 +694,12 @@ def check_models(plan: Plan) -> None:
             raise ModelError(f"model '{agent.model}' of '{agent.name}' has no parameters; check its folder")
 
 
-def load_base(spec: str, *, seed: int) -> tuple[Path, Codec, int]:
-    """(folder, codec, parameters) of one model outside the team."""
+def load_base(spec: str, config: Config) -> tuple[Path, Codec, int]:
+    """(folder, codec, parameters) of one model outside the team. Raises ConfigError for a team of tables."""
+    if config.engine.name == "table":
+        raise ConfigError(
+            f"model '{spec}': engine.name = 'table' loads none, and what it plays is made for tables; leave it out"
+        )
     models.check(spec)
-    folder = models.resolve(spec, seed=seed)
+    folder = models.resolve(spec, seed=config.seed)
     return folder, codec_of(folder), models.describe(folder).parameters

@@ -185,7 +185,7 @@ class TrackOptions(_Options):
 class Config(_Options):
     """A whole run."""
 
-    seed: int = Field(default=0, ge=0, description="seed of every draw of the run")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="seed of every draw of the run")
     env: Annotated[EnvOptions, Field(description="the task")]
     protocol: Annotated[ProtocolOptions, Field(discriminator="name", description="who speaks when")] = ChainOptions()
     agents: Annotated[tuple[AgentOptions, ...], Field(min_length=1, description="the team, in order")]

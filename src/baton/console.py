@@ -523,7 +523,7 @@ def episode_lines(row: Record) -> list[str]:
         why = f" ({cut_to(row['reason'], 200)})" if row["reason"] else ""
         cut = ", answer cut at its token limit" if row["outcome"] == "truncated" else ""
         outcome = f"reward {row['reward']:g}{why}{cut}"
-    return [f"{row['id']}  {outcome}", *_block("prompt", row["prompt"]), *turn_lines(row["turns"])]
+    return [f"{printable(row['id'])}  {printable(outcome)}", *_block("prompt", row["prompt"]), *turn_lines(row["turns"])]
 
 
 def turn_lines(turns: Sequence[Record]) -> list[str]:

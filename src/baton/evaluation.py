@@ -11,6 +11,7 @@ giving the same list the stored episodes (`baton.audit`).
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from baton.config import Config
 from baton.core import scores
 from baton.core.keyed import Key, key, permutation
 from baton.engines.engine import Codec, Sampler
-from baton.errors import ConfigError, RunError
+from baton.errors import ConfigError, RunError, TaskFault
 from baton.host import Reporter, Silent, complete
 from baton.journal import Run, open_run
 from baton.protocols import ChainOptions, VoteOptions
@@ -125,7 +126,7 @@ def report_rows(
 ) -> list[Row]:
     """Every row of a run's report: the team (`now`: its folders), the untrained one, the ablations and the baselines."""
     team = bench.measure("team", bench.seated(now), now)
-    rows = [bench.row(team)]
+    rows = [_scored(bench.row(team))]
     if baselines:
         rows += _ablations(bench, team, now)
     untrained = bench.measure("untrained team", bench.seated(start), start)
@@ -133,6 +134,13 @@ def report_rows(
     if baselines:
         rows += _baselines(bench, team, now, full_information)
     return rows
+
+
+def _scored(row: Row) -> Row:
+    """The row of what was to be measured. Raises TaskFault where nothing of it could be graded."""
+    if row.value is None:
+        raise TaskFault(f"{row.name}: {row.note}")
+    return row
 
 
 def evaluate_model(
@@ -145,9 +153,9 @@ def evaluate_model(
     bench = Bench(plan, k=k, episodes=episodes, reporter=reporter or Silent())
     try:
         name = plan.config.agents[-1].name
-        folder, codec, parameters = assemble.load_base(spec, seed=config.seed)
+        folder, codec, parameters = assemble.load_base(spec, config)
         result = bench.measure(spec, bench.alone(name, codec, 1), {name: folder}, whole_question=True)
-        row = replace(bench.row(result), note=f"{parameters:,} parameters, asked the whole question in one call")
+        row = replace(_scored(bench.row(result)), note=f"{parameters:,} parameters, asked the whole question in one call")
     finally:
         bench.close()
     return {
@@ -189,7 +197,7 @@ def _baselines(bench: Bench, team: Result, now: Mapping[AgentId, Path], full_inf
         ]
         best, result = max(relays, key=lambda pair: pair[1].mean)
         note = f"{best} in every seat, the best of {len(now)}"
-        rows.append(replace(bench.row(result, team), name="same model in all seats", note=note))
+        rows.append(_named(bench.row(result, team), "same model in all seats", note))
         rows.append(_best_single(bench, team, now))
     rows.append(_full_information(bench, team, full_information))
     return rows
@@ -212,7 +220,12 @@ def _best_single(bench: Bench, team: Result, now: Mapping[AgentId, Path]) -> Row
         )
         found.append((f"{name} alone, majority of {n} answers", majority))
     what, result = max(found, key=lambda pair: pair[1].mean)
-    return replace(bench.row(result, team), name="best single agent, equal tokens", note=what)
+    return _named(bench.row(result, team), "best single agent, equal tokens", what)
+
+
+def _named(row: Row, name: str, note: str) -> Row:
+    """A row under a name of its own, with what is to be said of it; why it has no value stays."""
+    return replace(row, name=name, note=f"{note}; {row.note}" if row.note else note)
 
 
 FULL_INFORMATION = "one model of the total size, full information"
@@ -233,7 +246,7 @@ def _full_information(bench: Bench, team: Result, spec: str | None) -> Row:
     lineup = bench.alone(agent, codec, bench.messages)
     result = bench.measure(FULL_INFORMATION, lineup, {agent: folder}, whole_question=True)
     note = f"{spec}, {parameters:,} parameters (the team has {total:,})"
-    return replace(bench.row(result, team), note=note)
+    return _named(bench.row(result, team), FULL_INFORMATION, note)
 
 
 # ---- the bench -------------------------------------------------------------------------------------------------
@@ -280,7 +293,8 @@ class Result:
 
     @property
     def mean(self) -> float:
-        return sum(self.per_prompt) / max(1, len(self.per_prompt))
+        """Of the prompts; below every other where there is none."""
+        return sum(self.per_prompt) / len(self.per_prompt) if self.per_prompt else -math.inf
 
 
 class Bench:
@@ -289,9 +303,12 @@ class Bench:
     def __init__(self, plan: Plan, *, k: int, episodes: int | None, reporter: Reporter) -> None:
         if k < 1:
             raise ConfigError(f"k = {k}: an evaluation needs at least one episode per prompt")
+        budget = episodes if episodes is not None else plan.config.eval.episodes
+        if k > budget:
+            raise ConfigError(f"k = {k} episodes of one prompt are more than the {budget} in all; lower k or raise episodes")
         if not plan.splits.test:
             raise ConfigError("the test set is empty; give the env more prompts")
-        wanted = max(1, (episodes if episodes is not None else plan.config.eval.episodes) // k)
+        wanted = budget // k
         order = permutation(key(plan.config.seed, "test"), len(plan.splits.test))
         self.tasks = [plan.splits.test[i] for i in order[:wanted]]
         if episodes is not None and wanted > len(self.tasks):
@@ -363,9 +380,6 @@ class Bench:
                 means.append(sum(rewards) / len(rewards))
                 right = sum(r >= high for r in rewards)
                 passes.append(scores.pass_at_k(len(rewards), right, len(rewards)))
-        if not means:
-            reasons = [e.outcome.reason for e in episodes if isinstance(e.outcome, Failed)]
-            raise ConfigError(f"{name}: all {len(episodes)} episodes failed; first: {reasons[0]}")
         result = Result(
             name=name,
             per_prompt=tuple(means),
@@ -393,7 +407,7 @@ class Bench:
 
     def outside(self, spec: str) -> tuple[Path, Codec, int]:
         """(folder, codec, parameters) of a model that is none of the team's."""
-        return assemble.load_base(spec, seed=self.plan.config.seed)
+        return assemble.load_base(spec, self.plan.config)
 
     def play(self, measurement: Measurement) -> Sequence[Episode]:
         """The episodes of a measurement."""
@@ -432,7 +446,11 @@ class Bench:
         return self._loaded[1]
 
     def row(self, result: Result, team: Result | None = None) -> Row:
-        """A result as a line, paired with the team's where it is given."""
+        """A result as a line, paired with the team's where it is given; without a value where every episode failed."""
+        if not result.per_prompt:
+            why = next(e.outcome.reason for e in result.episodes if isinstance(e.outcome, Failed))
+            note = f"no value: all {len(result.episodes)} episodes failed; first: {why}"
+            return Row(name=result.name, value=None, failed=len(result.episodes), note=note)
         interval = scores.mean_interval(result.per_prompt)
         turns = [t for e in result.episodes for t in e.turns]
         difference: tuple[float, float, float] | None = None

@@ -110,7 +110,11 @@ def complete(work: Coroutine[Any, Any, T]) -> T:
 
     thread = threading.Thread(target=target)
     thread.start()
-    thread.join()
+    try:
+        thread.join()
+    except KeyboardInterrupt:
+        thread.join()  # it was asked to stop as well; its run must not outlive the lock of its directory
+        raise
     result = box[0]
     if isinstance(result, BaseException):
         raise result

@@ -40,8 +40,11 @@ class Run:
 
     @property
     def config(self) -> Config:
-        """The resolved config of the run."""
-        return load_config(self.path / "config.toml")
+        """The resolved config of the run. Raises RunError where the file is damaged."""
+        try:
+            return load_config(self.path / "config.toml")
+        except ConfigError as error:
+            raise RunError(f"{self.path / 'config.toml'} is damaged ({error}); restore it from a copy of the run") from error
 
     def records(self, kind: str | None = None) -> list[Record]:
         """The lines of `stages.jsonl`, all or of one kind."""

@@ -58,7 +58,8 @@ def writing(path: Path) -> Generator[None]:
         yield
     except (OSError, SafetensorError) as error:
         raise RunError(
-            f"{path} could not be written ({error}); everything before it is complete: mend the disk and use --resume"
+            f"{path} could not be written ({error}); what was complete before is whole: make room, then call the same "
+            "command again (training that has begun: with --resume)"
         ) from error
 
 

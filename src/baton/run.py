@@ -127,6 +127,7 @@ async def _train(config: Config, root: Path, run: Run, reporter: Reporter, stop:
     pool = assemble.grader_pool(plan, check=stop.check)
     try:
         assemble.check_grader(plan, pool)
+        stop.check()
         stop.nothing_to_save = False
         return await _train_with(pool, threads, plan, run, reporter, stop)
     finally:

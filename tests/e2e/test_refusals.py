@@ -114,6 +114,7 @@ def test_a_task_of_ones_own_that_breaks_its_contract_is_named(
     [
         ("def grade(self, task, answer): raise ValueError('two\\nlines')", "Own.grade raised ValueError: two lines"),
         ("def grade(self, task, answer): return '1'", "Own.grade gave '1', not a number"),
+        ("def grade(self, task, answer): return 1 if answer else None", "Own.grade gave None, not a number"),
         ("def grade(self, task, answer): os._exit(3)", "the worker process died (exit code 3), twice"),
     ],
 )
@@ -121,7 +122,8 @@ def test_code_that_cannot_grade_says_so_before_a_model_loads(
     refused: Callable[..., str], tmp_path: Path, grade: str, said: str
 ) -> None:
     line = refused("train", own_task(tmp_path, grade=grade), "--run", tmp_path / "run")
-    assert said in line and "and its own answer '0' cannot be graded" in line
+    whose = "an empty answer" if "if answer" in grade else "its own answer '0'"
+    assert said in line and f"{whose} cannot be graded" in line
 
 
 def test_a_module_that_trains_when_it_is_imported_does_not_start_itself_again_and_again(tmp_path: Path) -> None:
@@ -247,6 +249,36 @@ def test_a_version_0_that_somebody_removed_is_not_explained_with_a_setting(
 def test_a_baseline_that_is_left_out_is_not_asked_for(refused: Callable[..., str], first: Path) -> None:  # noqa: F811
     line = refused("evaluate", first, "--no-baselines", "--full-information", "tiny:60k")
     assert "--full-information" in line and "--no-baselines" in line
+
+
+def test_a_model_is_not_asked_to_sit_at_a_table_of_tables(refused: Callable[..., str], first: Path, config: Path) -> None:  # noqa: F811
+    for words in (["evaluate", first, "--full-information", "tiny:60k"], ["evaluate", "tiny:60k", "--config", config]):
+        assert "engine.name = 'table'" in refused(*words)
+
+
+def test_more_episodes_of_a_prompt_than_episodes_in_all_are_refused(refused: Callable[..., str], first: Path) -> None:  # noqa: F811
+    assert "k = 1000000000" in refused("evaluate", first, "--k", "1000000000", "--episodes", "5")
+
+
+def test_a_baseline_that_nobody_can_grade_is_a_row_that_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Graded are texts of one symbol; the baseline with twice the tokens says more, and the rest is measured."""
+    path = own_task(tmp_path, grade="def grade(self, task, answer): return len(answer) if len(answer) < 2 else None")
+    pair = (
+        OWN.replace("[[agents]]", '[protocol]\nname = "chain"\nsees = "all"\n[[agents]]')
+        + """
+[[agents]]
+name = "other"
+model = "table:01"
+max_new_tokens = 1
+"""
+    )
+    path.write_text(pair, encoding="utf-8")
+    assert main(["train", str(path), "--run", str(tmp_path / "run"), "--set", "algorithm.stages=1"]) == 0
+    capsys.readouterr()
+    assert main(["evaluate", str(tmp_path / "run"), "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert rows["team"]["value"] is not None and rows["best single agent, equal tokens"]["value"] is not None
+    assert main(["verify", str(tmp_path / "run"), "--root", str(tmp_path)]) == 0
 
 
 def test_more_episodes_than_there_are_test_prompts_are_not_promised(

@@ -154,7 +154,7 @@ def open_subject(run: Run, found: Findings, *, root: str | Path | None, reporter
         return None
     try:
         config = run.config
-    except ConfigError as error:
+    except RunError as error:
         found.at("config.toml").wrong("files", str(error))
         return None
     code = [f"env '{config.env.name}'"] if isinstance(config.env, CustomOptions) else []

@@ -274,6 +274,8 @@ def once(folder: Path, write: Callable[[Path], None]) -> Path:
         except (OSError, SafetensorError) as error:
             raise _unwritable(folder, error) from error
         temporary.chmod(0o755)
+        for path in temporary.rglob("*"):  # some writers (safetensors) would keep everybody else out
+            path.chmod(0o755 if path.is_dir() else 0o644)
         try:
             temporary.rename(folder)
         except OSError:
