@@ -135,6 +135,11 @@ class Results:
         return paired_interval(self.values(arm, seeds, measure), self.values(other, seeds, measure))
 
 
+def arm_of(case: str, way: str) -> str:
+    """A way of doing things in one of several cases, as results are kept."""
+    return f"{case}: {way}"
+
+
 @contextmanager
 def results(keep: Path | None, script: str, settings: Mapping[str, Any]) -> Iterator[Results]:
     """The results of a claim: those in `keep`, held against a second process, or new ones in memory.

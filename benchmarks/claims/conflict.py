@@ -30,7 +30,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from claim import KEEPS_RESULTS, Results, arguments, guarded, last_line, results, shown
+from claim import KEEPS_RESULTS, Results, arguments, arm_of, guarded, last_line, results, shown
 
 from baton.algorithms import sat
 from baton.algorithms.acceptance import Trainee
@@ -336,7 +336,7 @@ def told(name: str, case: Case, kept: Results, seeds: Sequence[int]) -> dict[str
     for stages in looks(case):
         row: dict[str, Any] = {}
         for arm in case.arms:
-            place = at(name, arm)
+            place = arm_of(name, arm)
             row[arm] = {
                 "return": kept.mean(place, seeds, reached(case, stages)),
                 "harmful": kept.mean(place, seeds, harmful(case, stages)),
@@ -346,9 +346,11 @@ def told(name: str, case: Case, kept: Results, seeds: Sequence[int]) -> dict[str
                 f"  {stages:2} stages  {arm:16} {shown(row[arm]['return'])}   harmful stages {shown(row[arm]['harmful'])}"
             )
             if arm != SEQUENTIAL:
-                row[arm]["sequential minus this"] = kept.contrast(at(name, SEQUENTIAL), place, seeds, reached(case, stages))
+                row[arm]["sequential minus this"] = kept.contrast(
+                    arm_of(name, SEQUENTIAL), place, seeds, reached(case, stages)
+                )
                 row[arm]["sequential minus this, harmful"] = kept.contrast(
-                    at(name, SEQUENTIAL), place, seeds, harmful(case, stages)
+                    arm_of(name, SEQUENTIAL), place, seeds, harmful(case, stages)
                 )
                 words += f"   sequential minus this {shown(row[arm]['sequential minus this'], sign='+')}"
             print(words)
@@ -361,16 +363,11 @@ def told_exactly(name: str, case: Case, kept: Results, seed: int) -> dict[str, A
     print(f"\n{name}: nothing is drawn, so one run an arm; {case.levels} levels")
     figures: dict[str, Any] = {}
     for arm in case.arms:
-        result = kept.found[at(name, arm), seed]
+        result = kept.found[arm_of(name, arm), seed]
         figures[arm] = {"return": reached(case, case.stages)(result), "harmful": harmful(case, case.stages)(result)}
         curve = " ".join(f"{worth:.2f}" for worth in result["returns"])
         print(f"  {arm:16} {figures[arm]['return']:.3f}   harmful stages {figures[arm]['harmful']:.2f}   {curve}")
     return figures
-
-
-def at(name: str, arm: str) -> str:
-    """An arm of a case, as results are kept."""
-    return f"{name}: {arm}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -396,7 +393,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, case in cases.items():
             for seed in seeds[:1] if case.levels is not None else seeds:
                 for arm in case.arms:
-                    kept.of(at(name, arm), seed, partial(run, case, arm, seed))
+                    kept.of(arm_of(name, arm), seed, partial(run, case, arm, seed))
             if case.levels is not None:
                 figures[name] = told_exactly(name, case, kept, args.seed)
             else:

@@ -39,7 +39,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from claim import KEEPS_RESULTS, Bars, Results, arguments, guarded, last_line, results, shown
+from claim import KEEPS_RESULTS, Bars, Results, arguments, arm_of, guarded, last_line, results, shown
 
 from baton.core.advantages import reuse_weights
 from baton.core.batching import token_batch, with_advantages
@@ -313,7 +313,7 @@ def told(game: str, kept: Results, seeds: Sequence[int], sizes: Sequence[int]) -
     and the standard error of a sampled seed; then the exponents of size and share."""
 
     def table(data: str, measure: Callable[[Mapping[str, float]], float]) -> Floats:
-        rows = [kept.values(at(game, data), seeds, lambda result, n=n: measure(result[str(n)])) for n in sizes]
+        rows = [kept.values(arm_of(game, data), seeds, lambda result, n=n: measure(result[str(n)])) for n in sizes]
         return np.array(rows).T
 
     summed = {data: np.abs(table(data, lambda s: s["bias"])) for data in DATA}
@@ -331,7 +331,7 @@ def told(game: str, kept: Results, seeds: Sequence[int], sizes: Sequence[int]) -
         for data in DATA:
             errors = table(data, lambda s: s["error"])[:, j]
             row[data] = {
-                "bias": kept.mean(at(game, data), seeds, lambda result, n=n: result[str(n)]["bias"]),
+                "bias": kept.mean(arm_of(game, data), seeds, lambda result, n=n: result[str(n)]["bias"]),
                 "size": float(summed[data][:, j].mean()),
                 "share": float(shares[data][:, j].mean()),
                 "standard error of a seed": float(np.sqrt(np.square(errors).mean())),
@@ -351,11 +351,6 @@ def told(game: str, kept: Results, seeds: Sequence[int], sizes: Sequence[int]) -
 def _cell(data: str, found: Mapping[str, Any]) -> str:
     error = found["standard error of a seed"]
     return f"{data} {found['size']:.2e}{f' (s.e. {error:.0e})' if error else ''} {found['share']:.1%}"
-
-
-def at(game: str, data: str) -> str:
-    """An arm, as results are kept."""
-    return f"{game}: {data}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -380,7 +375,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         figures: dict[str, Any] = {}
         for game in GAMES:
             for seed, data in itertools.product(seeds, DATA):
-                kept.of(at(game, data), seed, partial(stages, game, data, seed, sizes))
+                kept.of(arm_of(game, data), seed, partial(stages, game, data, seed, sizes))
             figures[game] = told(game, kept, seeds, sizes)
     meet, neighbours = (figures[game]["summed"][BETWEEN] for game in (OWN, CHAIN))
     if args.quick:

@@ -34,8 +34,8 @@ from baton.engines.engine import Codec, Sampler
 from baton.engines.table import TableCodec, TableLearner, TableSampler, symbols_of
 from baton.envs.custom import user_code
 from baton.envs.env import Env
-from baton.envs.grading import GraderPool
 from baton.envs.jsonl import load_dialogues
+from baton.envs.pool import GraderPool
 from baton.envs.splits import Splits, split
 from baton.errors import ConfigError, DataError, ModelError, TaskFault
 from baton.protocols import RouterOptions, TeamProtocol

@@ -58,11 +58,12 @@ class Stop:
         self._reporter = reporter
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.asked or self.nothing_to_save:
+        if self.asked:
             signal.signal(number, signal.SIG_DFL)
-            self.asked = True
             raise KeyboardInterrupt
         self.asked = True
+        if self.nothing_to_save:
+            raise KeyboardInterrupt
         self._reporter.say("stopping: the update in hand is dropped, everything before it is saved (again to stop at once)")
 
     def check(self) -> None:

@@ -20,7 +20,7 @@ from baton.algorithms.state import Evidence, Position, StageEntry, StageReport, 
 from baton.assemble import Crew, Plan
 from baton.config import CheckpointOptions, Config
 from baton.config import load as load_config
-from baton.errors import RunError
+from baton.errors import ConfigError, RunError
 from baton.host import Reporter, Stop
 from baton.records import Record
 from baton.trackers import Trackers

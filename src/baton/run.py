@@ -29,7 +29,7 @@ from baton.core import batching
 from baton.core.keyed import SAMPLE
 from baton.engines import local
 from baton.engines.engine import Learner
-from baton.envs.grading import GraderPool, refuse_at_import
+from baton.envs.pool import GraderPool, refuse_at_import
 from baton.errors import BatonError, ConfigError, DataError, Interrupted, ModelError, RunError
 from baton.host import Reporter, Silent, Stop, complete, stoppable
 from baton.journal import (

@@ -230,6 +230,22 @@ def test_a_question_that_is_no_text_is_refused(first: Path, capsys: pytest.Captu
     assert "is no text" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text", ["seed = [", "seed = 1\n", "\x00\n"])
+def test_a_damaged_config_of_a_run_is_named(
+    first: Path,  # noqa: F811
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    text: str,
+) -> None:
+    path = tmp_path / "damaged"
+    shutil.copytree(first, path)
+    (path / "config.toml").write_text(text)
+    for command in ("evaluate", "inspect", "episodes", "report"):
+        assert main([command, str(path)]) == 1
+        said = capsys.readouterr().err
+        assert f"error: {path / 'config.toml'} is damaged" in said and "restore it from a copy" in said, said
+
+
 def test_a_version_0_that_somebody_removed_is_not_explained_with_a_setting(
     first: Path,  # noqa: F811
     tmp_path: Path,
@@ -370,13 +386,12 @@ def test_ctrl_c_is_heard_while_code_of_ones_own_sleeps(tmp_path: Path, place: st
 
 
 def test_a_second_ctrl_c_stops_at_once_and_still_says_how_to_go_on(tmp_path: Path) -> None:
-    # Grades the first answer, which is the check before anything loads, and falls asleep in the start's episodes.
-    mark, seen = tmp_path / "asleep", tmp_path / "seen"
+    # Grades what is graded beforehand, the right answer 0 and an empty one, and falls asleep in the start's episodes.
+    mark = tmp_path / "asleep"
     grade = f"""def grade(self, task, answer):
-    if os.path.exists({str(seen)!r}):
+    if answer == "1":
         open({str(mark)!r}, "w").close()
         time.sleep(300)
-    open({str(seen)!r}, "w").close()
     return 1"""
     path = own_task(tmp_path, grade=grade)
     code, said, waited = interrupted(["train", path, "--run", tmp_path / "run"], ready=mark.exists, times=2)

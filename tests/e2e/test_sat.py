@@ -29,7 +29,7 @@ from baton.core.keyed import SAMPLE, key
 from baton.core.losses import TIGHT, Dis, Objective
 from baton.core.trust_region import next_lr, next_penalty
 from baton.engines.engine import Completion, Request, ScoreRequest
-from baton.envs.grading import GraderPool
+from baton.envs.pool import GraderPool
 from baton.errors import BatonError, ConfigError, NonFiniteError, ReplayGapError, StaleAdvantagesError, TaskFault
 from baton.rollout import Play, Table
 from baton.team import update_order

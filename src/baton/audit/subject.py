@@ -21,7 +21,7 @@ from baton.core import batching
 from baton.core.keyed import PROBE
 from baton.engines import adapters, local, models
 from baton.envs.custom import CustomOptions
-from baton.envs.grading import GraderPool
+from baton.envs.pool import GraderPool
 from baton.errors import ConfigError, DataError, ModelError, RunError, TaskFault
 from baton.host import Reporter
 from baton.journal import Run

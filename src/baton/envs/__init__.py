@@ -11,8 +11,9 @@ from pydantic import Discriminator, Tag, TypeAdapter
 from baton.envs.custom import CustomOptions, custom_env, reward_function
 from baton.envs.env import Demonstration, Env, Grade
 from baton.envs.games import ParityEnv, ParityOptions
-from baton.envs.grading import EnvSpec, Grader, GraderPool, warm_math
+from baton.envs.grading import warm_math
 from baton.envs.jsonl import AnswerGrader, JsonlEnv, JsonlOptions, load_dialogues
+from baton.envs.pool import EnvSpec, Grader, GraderPool
 from baton.envs.reasoning_gym import ReasoningGymEnv, ReasoningGymOptions
 from baton.envs.relay import RelayEnv, RelayOptions
 from baton.envs.splits import Splits, split

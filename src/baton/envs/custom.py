@@ -21,8 +21,9 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from baton.core.keyed import Key
 from baton.envs.env import Demonstration, Grade
-from baton.envs.grading import importing, submitted
+from baton.envs.grading import submitted
 from baton.envs.jsonl import JsonlEnv, JsonlOptions
+from baton.envs.pool import importing
 from baton.errors import BatonError, ConfigError, MissingError, TaskFault, cause, is_text
 from baton.types import Task
 
