@@ -13,7 +13,9 @@ def main() -> int:
     from baton.cli import main as command
 
     signal.signal(signal.SIGINT, before)
-    return command()
+    code = command()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is said and done: a late Ctrl-C must not change how it ended
+    return code
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -37,6 +37,7 @@ from baton import plan as planning
 from baton.audit import verify
 from baton.errors import BatonError, ConfigError, DataError, Interrupted, ModelError, RunError, is_text
 from baton.evaluation import evaluate, evaluate_model
+from baton.host import deaf
 from baton.journal import Run, open_run
 from baton.records import Record
 from baton.ui import report as pages
@@ -330,7 +331,7 @@ def _train(arguments: argparse.Namespace) -> int:
             ending = run.train(
                 arguments.config, run=target, resume=arguments.resume, overrides=arguments.set, reporter=reporter
             ).ending
-        except Interrupted:
+        except (Interrupted, KeyboardInterrupt):
             ending = "interrupted"
     result: Record = {"kind": "summary", "run": str(target), "ending": ending}
     result |= show.summary(Run(target).updates, agents)
@@ -338,10 +339,11 @@ def _train(arguments: argparse.Namespace) -> int:
         # Before the resolved config is written there is nothing to resume: the same command then starts the run.
         has_begun = (target / "config.toml").is_file()
         result["next"] = [_again(arguments, target, resume=has_begun)]
-        if arguments.json:
-            print(show.to_json(result), flush=True)
-        print(f"interrupted after {result['updates']} agent updates; go on with:", file=sys.stderr)
-        print(result["next"][0], file=sys.stderr)
+        with deaf():
+            if arguments.json:
+                print(show.to_json(result), flush=True)
+            print(f"interrupted after {result['updates']} agent updates; go on with:", file=sys.stderr)
+            print(result["next"][0], file=sys.stderr, flush=True)
         return INTERRUPTED
     result["next"] = [f"baton {verb} {shlex.quote(str(target))}" for verb in ("evaluate", "episodes")]
     if arguments.json:

@@ -86,6 +86,19 @@ def stoppable(reporter: Reporter) -> Generator[Stop]:
             signal.signal(number, handler)
 
 
+@contextmanager
+def deaf() -> Generator[None]:
+    """Ctrl-C is not heard while the block runs: the last words to somebody who has pressed it twice."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 T = TypeVar("T")
 
 
