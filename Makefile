@@ -14,7 +14,7 @@ INSTALLED := $(VENV)/.install_seconds
 SMOLLM2 := $(VENV)/.smollm2
 CLAIM := $(if $(SEED),--seed $(SEED)) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(QUICK),--quick)
 # The claims of docs/evidence.md. KEEP=DIR keeps their results, one folder each.
-CLAIMS := conflict drift sat_ablation order gate_audit team_vs_one
+CLAIMS := conflict drift sat_ablation order gate_audit team_vs_one sizes
 
 .PHONY: install quickstart smollm2 memory test lint drills claims replay-gap clean
 .DEFAULT_GOAL := test

@@ -177,10 +177,10 @@ def results(keep: Path | None, script: str, settings: Mapping[str, Any]) -> Iter
 
 
 def code(script: Path) -> str:
-    """SHA-256 of the code that a result comes from: the package, this room and the script."""
+    """SHA-256 of what a result comes from: the package, this room, the script and the repository's configs."""
     package = Path(baton.__file__).parent
     digest = hashlib.sha256()
-    for path in (*sorted(package.rglob("*.py")), Path(__file__), script):
+    for path in (*sorted(package.rglob("*.py")), *sorted((ROOT / "configs").glob("*.toml")), Path(__file__), script):
         digest.update(f"{path.name}:{path.stat().st_size}:".encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()

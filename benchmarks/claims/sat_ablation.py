@@ -19,12 +19,12 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from claim import KEEPS_RESULTS, ROOT, Bars, arguments, guarded, last_line, results, run_missing, shown
+from claim import KEEPS_RESULTS, ROOT, Bars, arguments, guarded, last_line, results, run_missing, shown, training_tokens
 
 import baton
 
@@ -83,30 +83,30 @@ def changes(family: Family, arm: str, agents: int) -> list[str]:
     return made
 
 
-def measure(task: tuple[str, str, int, bool]) -> dict[str, Any]:
-    """Train one arm on one seed, and what the team then earns."""
-    name, arm, seed, quick = task
-    family = FAMILIES[name]
+def trained(family: Family, arm: str, seed: int, more: Sequence[str] = ()) -> dict[str, Any]:
+    """Train one arm on one seed, and what the team then earns; `more` is changed besides."""
     agents = len(baton.load_config(family.config).agents)
-    made = [f"seed={seed}", *changes(family, arm, agents)]
-    if quick:
-        made += ["algorithm.stages=2", "eval.episodes=100"]
-        if name == "relay":
-            made += [f"agents.{i}.warm_start.steps=25" for i in range(agents)]
     with tempfile.TemporaryDirectory(prefix="baton-claim-") as folder:
+        made = [f"seed={seed}", *changes(family, arm, agents), *more]
         run = baton.train(family.config, run=Path(folder) / "run", overrides=made)
         report = baton.evaluate(run.path, baselines=False)
-        updates = run.updates
         team, start = (next(r for r in report["rows"] if r["name"] == n)["value"] for n in ("team", "untrained team"))
-        # Agents that share a stage's episodes name the same file of rows: counted once, by the stage.
-        shared = {(u["stage"] if run.config.algorithm.shares_episodes else u["index"]): u["episodes"] for u in updates}
         return {
             "team": team,
             "untrained": start,
-            "training_tokens": sum(sum(e["tokens"].values()) for e in shared.values()),
-            "words": dict(Counter(u["word"] for u in updates)),
+            "training_tokens": training_tokens(run),
+            "words": dict(Counter(u["word"] for u in run.updates)),
             "ending": run.ending,
         }
+
+
+def measure(task: tuple[str, str, int, bool]) -> dict[str, Any]:
+    """An arm of a family, as a process of its own runs it."""
+    name, arm, seed, quick = task
+    short = ["algorithm.stages=2", "eval.episodes=100"]
+    if name == "relay":
+        short += [f"agents.{i}.warm_start.steps=25" for i in range(3)]
+    return trained(FAMILIES[name], arm, seed, short if quick else ())
 
 
 def main() -> int:

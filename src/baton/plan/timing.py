@@ -103,6 +103,8 @@ def _measured(
     found: dict[AgentId, dict[str, float]] = {}
     timed: dict[tuple[Path, int], Member] = {}
     with tempfile.TemporaryDirectory(prefix=".baton-plan-", dir=_writable()) as name:
+        # A plan that is killed leaves the folder: it is nobody's to commit.
+        (Path(name) / ".gitignore").write_text("*\n")
         for n, m in enumerate(sorted(team, key=lambda m: not m.learns), start=1):
             reporter.progress("timing", n, len(team), m.agent)
             if m.whole < SMALL:
