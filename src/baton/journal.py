@@ -88,6 +88,11 @@ class Run:
         last = self.updates[-1] if self.updates else self.start
         return cast("dict[AgentId, Record]", last["files"])
 
+    def fingerprint(self, agent: AgentId) -> str:
+        """Of a trained agent's promoted weights, as recorded when they were."""
+        accepted = [u for u in self.updates if u["agent"] == agent and u["fingerprint"]]
+        return str(accepted[-1]["fingerprint"] if accepted else self.start["fingerprints"][agent])
+
     def folder(self, agent: AgentId, version: int | None = None) -> Path:
         """The folder of an agent's promoted version, or of an older one. Raises RunError where it was not kept."""
         relative = self.files[agent]["weights"] if version is None else records.version_folder(agent, version)

@@ -22,6 +22,7 @@ import math
 import os
 import re
 import shutil
+import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -262,8 +263,25 @@ def save_training(path: Path, snapshot: Snapshot, *, with_masters: bool) -> None
     if with_masters:
         tensors |= {f"master.{k}": v.contiguous() for k, v in snapshot.weights.items()}
     # One entry: safetensors writes several in an order of its own, and equal states must be equal files.
-    metadata = {"baton": json.dumps({"schema": SCHEMA, "steps": snapshot.steps})}
+    metadata = {"baton": json.dumps({"schema": SCHEMA, "steps": snapshot.steps, "crc32": _crc(tensors)})}
     write_file(path, lambda partial: save_file(tensors, partial, metadata=metadata))
+
+
+def _crc(tensors: Mapping[str, Tensor]) -> int:
+    """CRC-32 over names and bytes, by name: damage shows. A second SHA-256 of what may be GBs an update would show as well."""
+    crc = 0
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        crc = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, zlib.crc32(name.encode(), crc))
+    return crc
+
+
+def check_training(path: Path) -> None:
+    """Read all of a training file. Raises RunError where it is missing, cut off, or not what was written."""
+    with _reading(path), safe_open(path, "pt") as file:
+        said = json.loads((file.metadata() or {}).get("baton", "{}")).get("crc32")
+    if said != _crc(stored(path)):
+        raise RunError(f"{path} is damaged: its tensors are not those that were written; restore it from a copy of the run")
 
 
 def load_training(path: Path) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:

@@ -164,8 +164,15 @@ async def _train_with(pool: GraderPool | None, threads: int, plan: Plan, run: Ru
             files[name] = _write_start(run, crew, name)
             put_to_rest(run, crew, {name: files[name]})
         else:
+            if files[name]["training"] is not None:
+                records.check_training(run.path / files[name]["training"])
             crew.rest(name, partial(saved_state, run, crew, name, files[name]))
         weights = crew.load(run.path / files[name]["weights"])
+        if started is not None and weights.fingerprint != (promoted := run.fingerprint(name)):
+            raise RunError(
+                f"{run.path / files[name]['weights']} is damaged: its tensors are not those that were promoted (fingerprint "
+                f"{weights.fingerprint[:12]}, recorded {promoted[:12]}); restore it from a copy of the run"
+            )
         await crew.sampler.publish(name, "promoted", weights, team.member(name).version)
         if config.algorithm.name == "independent":
             await crew.sampler.publish(name, "start", crew.load(run.folder(name, 0)), 0)

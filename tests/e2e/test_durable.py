@@ -440,6 +440,25 @@ def test_a_disk_that_fills_up_during_a_save_leaves_the_state_before_it(what: str
     assert worlds.final(tmp_path / "run") == worlds.final(straight(TWO))
 
 
+@pytest.mark.parametrize("name", ["training", "weights"])
+def test_a_bit_that_flipped_in_what_a_run_goes_on_from_is_refused(name: str, tmp_path: Path) -> None:
+    settings = worlds.parity("algorithm.stages=2")
+    path = run.train(settings, run=tmp_path / "run").path
+    file = path / run.Run(path).files["a"][name]
+    file = file / "table.safetensors" if name == "weights" else file
+    whole = bytearray(file.read_bytes())
+    whole[-3] ^= 1
+    file.write_bytes(bytes(whole))
+    journal = (path / "stages.jsonl").read_bytes()
+    with pytest.raises(RunError, match="is damaged: its tensors are not those that were"):
+        run.train(worlds.parity("algorithm.stages=3"), run=path, resume=True)
+    assert (path / "stages.jsonl").read_bytes() == journal
+    whole[-3] ^= 1
+    file.write_bytes(bytes(whole))
+    worlds.go_on(worlds.parity("algorithm.stages=3"), path)
+    assert len(run.Run(path).records("stage")) == 3
+
+
 # ---- what is kept ----------------------------------------------------------------------------------------------
 
 

@@ -30,7 +30,6 @@ from baton.audit import (
     NOT_MEASURED,
     NOT_PROMOTED,
     NOT_SAMPLED,
-    NOT_SEALED,
     NOT_STEPPED,
     PRUNED,
     kl_tolerance,
@@ -40,6 +39,7 @@ from baton.config import Config
 from baton.errors import BatonError, ConfigError, RunError
 from baton.evaluation import evaluate
 from baton.records import Record
+from baton.types import Snapshot
 
 KEEP = "checkpoint.keep_promoted=all"
 TABLES = worlds.parity(KEEP, "algorithm.stages=4", "env.prompts=200", "agents.b.lr=5")
@@ -113,7 +113,6 @@ EXPECTED = {
     NOT_STEPPED,
     NOT_SAMPLED,
     NOT_PROMOTED,
-    NOT_SEALED,
 }
 """What no audit can check; of an honest run that keeps all versions, nothing else (but a model from outside)."""
 
@@ -1011,6 +1010,30 @@ def test_a_training_file_that_cannot_be_read_is_found(copy: Callable[[Config], P
     file = sorted(path.glob("state/*/training-*.safetensors"))[-1]
     file.write_bytes(file.read_bytes()[:40])
     assert named(faults(path), "files", str(file.relative_to(path)), "cannot be read")
+
+
+def last_training(path: Path, agent: str) -> Path:
+    return path / baton.Run(path).files[agent]["training"]
+
+
+def test_a_bit_of_a_moment_that_flipped_is_found(copy: Callable[[Config], Path]) -> None:
+    path = copy(TABLES)
+    file = last_training(path, "a")
+    whole = bytearray(file.read_bytes())
+    whole[-3] ^= 1
+    file.write_bytes(bytes(whole))
+    assert named(faults(path), "files", str(file.relative_to(path)), "is damaged")
+
+
+def test_masters_that_do_not_round_to_what_was_promoted_are_found(copy: Callable[[Config], Path]) -> None:
+    path = copy(OPTIONS["frozen model"][0])
+    agent = next(a for a, f in baton.Run(path).files.items() if f["training"] is not None)
+    file = last_training(path, agent)
+    masters, moments = records.load_training(file)
+    name = sorted(masters)[0]
+    moved = {**masters, name: masters[name] + 0.25}
+    records.save_training(file, Snapshot(weights=moved, moments=moments, steps=1), with_masters=True)
+    assert named(faults(path), "weights", str(file.relative_to(path)), f"master {name} rounds to other weights")
 
 
 def test_weights_that_are_gone_although_they_are_always_kept(copy: Callable[[Config], Path]) -> None:

@@ -30,7 +30,6 @@ CHECKS: Mapping[str, str] = {
 """What is checked, in the order of the report, and what is counted there."""
 
 NOT_STEPPED = "optimiser steps (loss, gradient, where a step went, moments) are not taken again"
-NOT_SEALED = "moments and unserved masters have no fingerprint: that a training file can be read is all that is shown of it"
 NOT_SAMPLED = "messages are not sampled again: that a token is the one its key draws is not shown, only its probability"
 NOT_PROMOTED = (
     "the weights of a candidate that was not promoted are not kept: its recorded divergences are taken as they are"

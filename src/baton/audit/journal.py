@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Collection
 
+import torch
+
 from baton import records
 from baton.algorithms import sat
 from baton.algorithms.state import Position
 from baton.audit.episodes import EpisodeFiles
 from baton.audit.evidence import Evidence, Stage
-from baton.audit.findings import NOT_SEALED, RELATIVE, STAGES
+from baton.audit.findings import RELATIVE, STAGES
 from baton.audit.subject import Subject
 from baton.audit.updates import Updates
 from baton.audit.waiting import Waiting
@@ -138,8 +140,21 @@ class Journal:
                             found.at(files[name]).wrong("files", "is gone: the promoted team's files are always kept")
                         elif name == "training":
                             with found.at(files[name]).reading("files"):
-                                records.load_training(folder / files[name])
-                            found.skip("weights", NOT_SEALED, 1, files[name])
+                                records.check_training(folder / files[name])
+                                self._masters(files)
+
+    def _masters(self, files: Record) -> None:
+        """fp32 masters that are not served themselves: rounded, they are the promoted weights."""
+        found, folder = self.subject.found, self.subject.run.path
+        masters, _ = records.load_training(folder / files["training"])
+        if not masters or not (folder / files["weights"]).is_dir():
+            return
+        served = records.stored(folder / files["weights"] / "model.safetensors")
+        for name in served:
+            tensor = served[name]
+            if name not in masters or not torch.equal(masters[name].to(tensor.dtype), tensor):
+                found.at(files["training"]).wrong("weights", f"master {name} rounds to other weights than those promoted")
+                return
 
     def _leftovers(self) -> None:
         """Files of updates that no line names. Between an update's files and its line a process can die, so only a run that
