@@ -268,7 +268,7 @@ def save_training(path: Path, snapshot: Snapshot, *, with_masters: bool) -> None
 
 
 def _crc(tensors: Mapping[str, Tensor]) -> int:
-    """CRC-32 over names and bytes, by name: damage shows. A second SHA-256 of what may be GBs an update would show as well."""
+    """CRC-32 over names and bytes, by name, against damage: SHA-256 would take seconds of an update of GBs."""
     crc = 0
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
