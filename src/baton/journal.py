@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -124,7 +126,12 @@ def open_run(path: str | Path) -> Run:
 
 
 class RunJournal:
-    """Writes a run as it happens (see `records` for the layout)."""
+    """Writes a run as it happens (see `records` for the layout).
+
+    Lines and files are written in one order, each durable before the next. Where every learner stays in memory this is done
+    beside the loop: the next update begins to play while this one is written, at most one is in hand, and what failed is
+    raised at the next tick. What was written is told (`reporter`, `trackers`) once it is durable.
+    """
 
     def __init__(
         self,
@@ -141,23 +148,28 @@ class RunJournal:
         self.journal = run.path / "stages.jsonl"
         self.next_versions = next_versions
         self.points: list[tuple[bool, dict[AgentId, Record]]] = []
-        """(can be resumed from, files) of every update so far."""
+        """(can be resumed from, files) of every update that is written."""
         self._what, self._done = "", 0
-        self._prompts: dict[str, str] = {}
+        self._prompts = {t.id: t.prompt for t in (*plan.splits.train, *plan.splits.probe)}
+        # A learner that rests on disk wakes with what is written, and two of them at once would not fit.
+        self._writer = None if crew.leaving else ThreadPoolExecutor(max_workers=1)
+        self._waiting: deque[tuple[Future[Record], Callable[[Record], None]]] = deque()
 
     def begin(self, agent: AgentId, stage: int) -> int:
         # Nobody is being updated here: whoever was since the last update leaves.
         self.rest()
         version = self.next_versions[agent]
         self.next_versions[agent] = version + 1
-        records.append_record(self.journal, {"kind": "begin", "agent": agent, "stage": stage, "version": version})
+        self._write(partial(self._append, {"kind": "begin", "agent": agent, "stage": stage, "version": version}))
         return version
 
     def rest(self) -> None:
-        put_to_rest(self.run, self.crew, self.points[-1][1])
+        if self.crew.leaving:
+            put_to_rest(self.run, self.crew, self.points[-1][1])
 
     def tick(self, what: str, total: int) -> None:
         self.stop.check()
+        self._tell(waits=False)
         self._done = self._done + 1 if what == self._what and self._done < total else 1
         self._what = what
         self.reporter.progress(what, self._done, total)
@@ -166,19 +178,60 @@ class RunJournal:
         self, report: UpdateReport, evidence: Evidence, position: Position, promoted: tuple[Snapshot, Weights] | None
     ) -> None:
         self.stop.check()
+        self._tell(waits=True)
+        if promoted is not None and self._writer is not None:
+            # The learner goes on while its state is written.
+            snapshot, weights = promoted
+            masters = {name: tensor.clone() for name, tensor in snapshot.weights.items()}
+            moments = {name: tensor.clone() for name, tensor in snapshot.moments.items()}
+            promoted = Snapshot(weights=masters, moments=moments, steps=snapshot.steps), weights
+        self._write(partial(self._commit, report, evidence, position, promoted), self._tell_update)
+
+    def stage(self, report: StageReport) -> None:
+        self._write(lambda: self._append({"kind": "stage", **records.plain(report), "time": time.time()}), self._tell_stage)
+
+    def close(self) -> None:
+        """Everything that was begun is written and told, or raised."""
+        try:
+            self._tell(waits=True)
+        finally:
+            if self._writer is not None:
+                self._writer.shutdown()
+
+    def _write(self, job: Callable[[], Record], tell: Callable[[Record], None] = lambda _: None) -> None:
+        if self._writer is None:
+            tell(job())
+        else:
+            self._waiting.append((self._writer.submit(job), tell))
+
+    def _tell(self, *, waits: bool) -> None:
+        """Tell what is durable by now; with `waits`, everything. Raises what a write raised."""
+        while self._waiting and (waits or self._waiting[0][0].done()):
+            future, tell = self._waiting.popleft()
+            tell(future.result())
+
+    def _tell_update(self, record: Record) -> None:
+        self.reporter.update(record)
+        self.trackers.tell(record)
+
+    def _tell_stage(self, record: Record) -> None:
+        self.reporter.stage(record)
+        self.trackers.tell(record)
+
+    def _append(self, record: Record) -> Record:
+        records.append_record(self.journal, record)
+        return record
+
+    def _commit(
+        self, report: UpdateReport, evidence: Evidence, position: Position, promoted: tuple[Snapshot, Weights] | None
+    ) -> Record:
         files = dict(self.points[-1][1])
         if promoted is not None:
             files[report.agent] = self._save(report, promoted, files[report.agent])
         name = f"{report.index:06d}-{report.agent}"
-        prompts = (
-            {t.id: t.prompt for t in (*self.plan.splits.train, *self.plan.splits.probe)}
-            if not self._prompts
-            else self._prompts
-        )
-        self._prompts = prompts
-        rows = records.episode_rows(evidence.episodes, use="train", prompts=prompts)
-        rows += records.episode_rows(evidence.probe, use="probe", prompts=prompts)
-        rows += records.episode_rows(evidence.ordering, use="order", prompts=prompts)
+        rows = records.episode_rows(evidence.episodes, use="train", prompts=self._prompts)
+        rows += records.episode_rows(evidence.probe, use="probe", prompts=self._prompts)
+        rows += records.episode_rows(evidence.ordering, use="order", prompts=self._prompts)
         records.write_episodes(self.run.path / "episodes" / f"{name}.parquet", rows)
         records.write_divergences(self.run.path / "divergences" / f"{name}.parquet", evidence)
         record: Record = {
@@ -191,13 +244,12 @@ class RunJournal:
             "files": files,
             "position": records.position_record(position),
         }
-        records.append_record(self.journal, record)
+        self._append(record)
         is_resumable = not self.plan.config.algorithm.shares_episodes or not position.entries
         self.points.append((is_resumable, files))
         write_team(self.run, position, files)
         self._prune()
-        self.reporter.update(record)
-        self.trackers.tell(record)
+        return record
 
     def _save(self, report: UpdateReport, promoted: tuple[Snapshot, Weights], before: Record) -> Record:
         snapshot, weights = promoted
@@ -214,12 +266,6 @@ class RunJournal:
             records.save_training(path, snapshot, with_masters=with_masters)
             training = str(path.relative_to(self.run.path))
         return {"weights": str(version.relative_to(self.run.path)), "training": training, "steps": snapshot.steps}
-
-    def stage(self, report: StageReport) -> None:
-        record: Record = {"kind": "stage", **cast("Record", records.plain(report)), "time": time.time()}
-        records.append_record(self.journal, record)
-        self.reporter.stage(record)
-        self.trackers.tell(record)
 
     def _prune(self) -> None:
         """Remove what no kept resume point and no kept version needs."""

@@ -215,8 +215,11 @@ async def _train_with(pool: GraderPool | None, threads: int, plan: Plan, run: Ru
         )
         _announce(world, started, position, reporter)
         trackers.start(config.model_dump(mode="json"), run.records())
-        async for reached, _ in sat.train(world, position):
-            position = reached
+        try:
+            async for reached, _ in sat.train(world, position):
+                position = reached
+        finally:
+            journal.close()
         ending = sat.ending(world, position) or "finished"
         _say_ending(ending, position, run, reporter)
         return ending

@@ -48,6 +48,9 @@ BEFORE = ("before the candidate is published", "after the candidate is published
 BEFORE += ("amid the weights", "after the weights", "before the moments", "after the moments", "before the record")
 BEFORE += ("after the version id", "amid the record")
 AFTER = ("after the record", "before the swap", "after the swap", "while pruning")
+BESIDE = ("before the candidate is published", "after the candidate is published", "after the proof", "before the swap")
+BESIDE += ("after the swap",)
+"""Points of the loop, while the update before may still be written beside it."""
 START = ("amid the files of the start", "before the start record", "amid the start record", "after the start record")
 
 
@@ -70,7 +73,8 @@ def test_a_run_killed_at_any_point_of_a_promotion_ends_bit_for_bit_where_it_woul
     killed = run.Run(tmp_path / "run")
     updates = len(killed.updates)
     if point != "while pruning":
-        assert updates == (2 if point in BEFORE else 3)
+        wanted = 2 if point in BEFORE else 3
+        assert wanted - (point in BESIDE) <= updates <= wanted
     serving(tmp_path / "run")
     worlds.go_on(TWO, tmp_path / "run")
     serving(tmp_path / "run")
@@ -90,7 +94,7 @@ def test_a_run_killed_at_its_start_begins_again_and_ends_the_same(point: str, st
 def test_a_run_killed_at_its_very_last_step_is_complete_after_a_resume(point: str, straight: Any, tmp_path: Path) -> None:
     """team.json and the stage's line are written after the record: a resume makes up for them."""
     worlds.kill(TWO, tmp_path / "run", point, nth=3 if "stage" in point else 6)
-    assert len(run.Run(tmp_path / "run").updates) == 6
+    assert 6 - (point in BESIDE) <= len(run.Run(tmp_path / "run").updates) <= 6
     worlds.go_on(TWO, tmp_path / "run")
     assert worlds.final(tmp_path / "run") == worlds.final(straight(TWO))
 

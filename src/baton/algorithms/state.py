@@ -186,13 +186,14 @@ class Journal(Protocol):
     """The durable side of a run (`baton.run`); `commit` is the only way a promotion becomes real."""
 
     def begin(self, agent: AgentId, stage: int) -> int:
-        """A version id for the candidate, durable before it is returned and never given twice."""
+        """A version id for the candidate, durable before anything of the candidate is, and never given twice."""
         ...
 
     def commit(
         self, report: UpdateReport, evidence: Evidence, position: Position, promoted: tuple[Snapshot, Weights] | None
     ) -> None:
-        """Make the update durable: the weights first, then the record that names them (the commit point)."""
+        """Make the update durable, now or beside what follows, in the order of the calls: the weights first, then the record
+        that names them (the commit point). The learner may go on at once."""
         ...
 
     def stage(self, report: StageReport) -> None:
