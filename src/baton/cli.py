@@ -18,6 +18,7 @@ began; 3 the run stalled; 130 interrupted. Bad input and known failures are one 
 from __future__ import annotations
 
 import argparse
+import difflib
 import errno
 import importlib
 import json
@@ -94,6 +95,13 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see {self.prog} --help")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            choices = [str(choice) for choice in action.choices]
+            close = difflib.get_close_matches(str(value), choices, n=1)
+            hint = f"did you mean '{close[0]}'?" if close else f"choose from {', '.join(choices)}"
+            raise argparse.ArgumentError(action, f"'{value}' is none of its choices; {hint}")
 
 
 def _count(text: str) -> int:

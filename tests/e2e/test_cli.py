@@ -571,3 +571,15 @@ def test_an_update_line_never_exceeds_a_hundred_columns(case: str) -> None:
 
 def test_an_infinite_divergence_is_valid_json() -> None:
     assert json.loads(console.to_json({"kl": [float("inf"), 1.0]})) == {"kl": ["Infinity", 1.0]}
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["evalute", "runs/x"], "'evalute' is none of its choices; did you mean 'evaluate'?"),
+        (["frobnicate"], "'frobnicate' is none of its choices; choose from train, "),
+    ],
+)
+def test_a_misspelt_command_is_told_the_nearest_one(words: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    assert hint in capsys.readouterr().err
