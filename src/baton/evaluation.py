@@ -338,10 +338,12 @@ class Bench:
         )
 
     def alone(self, name: AgentId, codec: Codec, times: int) -> Lineup:
-        """One agent that is asked the whole question and may use `times` a seat's tokens."""
+        """One agent that is asked the whole question and may use `times` a seat's tokens. It has the system prompt that the
+        config wrote for it; a default one tells of a team."""
         protocol = protocols.build(ChainOptions(), [name])
         last = self.plan.seats[-1]
-        system = "" if not last.system else protocol.default_system(0)
+        own = next(a.system for a in self.plan.config.agents if a.name == name)
+        system = protocol.default_system(0) if own == "default" else own
         longest = max(s.max_new_tokens for s in self.plan.seats)
         seat = self._seat(last, agent=name, codec=codec, speaker=None, system=system, max_new_tokens=longest * times)
         return Lineup(seats=(seat,), protocol=protocol, everyone=name)

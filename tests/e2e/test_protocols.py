@@ -23,7 +23,8 @@ from baton.engines.engine import Completion, Request
 from baton.engines.table import TableCodec
 from baton.envs import Splits
 from baton.errors import BatonError, ConfigError
-from baton.evaluation import evaluate
+from baton.evaluation import Bench, evaluate
+from baton.host import Silent
 from baton.protocols import ChainOptions, DebateOptions, RouterOptions, Rule, TeamProtocol, VoteOptions
 from baton.rollout import Play, Seat, Table
 from baton.types import Accepted, Episode, Failed, Rejected, Scored, Task, Turn
@@ -574,6 +575,18 @@ def test_a_routed_team_of_two_alphabets_has_all_its_baselines(alphabet: str, tmp
     assert all(rows[name]["n"] == 20 for name in wanted)
     assert rows[wanted[1]]["value"] > 0.2, "a table without an end token is asked for answers of its own length"
     assert "of 4 answers" in rows[wanted[1]]["note"] or "up to 4 times" in rows[wanted[1]]["note"]
+
+
+@pytest.mark.parametrize(("written", "alone"), [("Be brief.", "Be brief."), ("default", "Answer the question."), ("", "")])
+def test_an_agent_alone_has_the_system_prompt_that_the_config_wrote_for_it(written: str, alone: str) -> None:
+    """A baseline that loses its instruction is beaten for that alone."""
+    settings = worlds.parity(f"agents.a.system={written!r}", "agents.b.system='Another.'")
+    bench = Bench(assemble.prepare(settings, root=Path()), k=1, episodes=4, reporter=Silent())
+    try:
+        assert bench.alone("a", bench.plan.codecs["a"], 2).seats[0].system == alone
+        assert {seat.system for seat in bench.voting("a", bench.plan.codecs["a"], 3).seats} == {alone}
+    finally:
+        bench.close()
 
 
 # ---- masked activation (ALGORITHMS 2.1) ------------------------------------------------------------------------
