@@ -22,6 +22,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
@@ -226,12 +227,18 @@ def one_seed(
     return {
         "seed": seed,
         "training_minutes": minutes,
-        "rl_minutes": sum(update["seconds"]["total"] for update in run.updates) / 60,
+        "rl_minutes": rl_seconds(run) / 60,
         "verdicts": dict(Counter(update["verdict"]["kind"] for update in run.updates)),
         "prompts": report["prompts"],
         "facts": report["facts"],
         "rows": report["rows"],
     }
+
+
+def rl_seconds(run: Run) -> float:
+    """Wall clock of a run's updates, from one durable line to the next; what passed while it was interrupted is left out."""
+    times = [(r["kind"], float(r["time"])) for r in run.records() if r["kind"] in ("start", "resume", "update")]
+    return sum(now - before for (_, before), (kind, now) in pairwise(times) if kind == "update")
 
 
 def training_tokens(run: Run) -> int:
