@@ -178,7 +178,7 @@ class RunJournal:
         self, report: UpdateReport, evidence: Evidence, position: Position, promoted: tuple[Snapshot, Weights] | None
     ) -> None:
         self.stop.check()
-        self._tell(waits=True)
+        self.wait()
         if promoted is not None and self._writer is not None:
             # The learner goes on while its state is written.
             snapshot, weights = promoted
@@ -190,10 +190,14 @@ class RunJournal:
     def stage(self, report: StageReport) -> None:
         self._write(lambda: self._append({"kind": "stage", **records.plain(report), "time": time.time()}), self._tell_stage)
 
+    def wait(self) -> None:
+        """Until everything that was begun is written and told. Raises what a write raised."""
+        self._tell(waits=True)
+
     def close(self) -> None:
-        """Everything that was begun is written and told, or raised."""
+        """Wait, and end."""
         try:
-            self._tell(waits=True)
+            self.wait()
         finally:
             if self._writer is not None:
                 self._writer.shutdown()

@@ -12,14 +12,19 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from wire import heard, peak_bytes, tell, vowels
 
 import baton
 from baton import records
+from baton.algorithms import sat
+from baton.algorithms.state import World
 from baton.config import Config, parse
 from baton.host import Silent
+from baton.journal import RunJournal
+
+update = sat.update
 
 HOW = {
     "plain": {"radius": {"token": "inf", "message_mean": "inf"}, "probe": 1, "penalty": 0.0, "resting": "keep"},
@@ -66,20 +71,29 @@ def config(settings: Mapping[str, Any]) -> Config:
 
 
 class Steps(Silent):
-    """Tells of each update and holds the run until the next is wanted; the first warms the libraries."""
+    """Holds the run before each update until it is wanted and tells of it once it is on disk; the first warms up."""
 
-    def __init__(self, run: Path, steps: int) -> None:
-        self.run, self.steps = run, steps
-        self.began = time.perf_counter()
+    def __init__(self, run: Path) -> None:
+        self.run = run
+        self.record: dict[str, Any] = {}
 
     def update(self, record: dict[str, Any]) -> None:
-        seconds = time.perf_counter() - self.began
+        self.record = record
+
+    async def held(self, world: World, *args: Any, **more: Any) -> Any:
+        """`sat.update`, when it is wanted."""
+        if self.record:
+            heard()
+        result = await update(world, *args, **more)
+        began = time.perf_counter()
+        cast(RunJournal, world.journal).wait()
+        record = self.record
         rows = records.read_episodes(self.run / record["episodes_file"], ["use", "turns.list.element.prompt_ids"])
         prompts = [len(turn["prompt_ids"]) for row in rows if row["use"] == "train" for turn in row["turns"]]
         tell(
-            # Files are written after an update's own clock has stopped and before this is called.
             seconds=record["seconds"]["total"],
-            file_seconds=seconds - record["seconds"]["total"],
+            # Otherwise written beside the next update's rollout; here apart.
+            file_seconds=time.perf_counter() - began,
             parts=record["seconds"],
             tokens=sum(record["episodes"]["tokens"].values()),
             prompt_tokens=sum(prompts),
@@ -87,9 +101,7 @@ class Steps(Silent):
             steps=len(record["steps"]),
             peak_bytes=peak_bytes(),
         )
-        if record["index"] + 1 < self.steps:
-            heard()
-        self.began = time.perf_counter()
+        return result
 
 
 def main() -> None:
@@ -102,7 +114,9 @@ def main() -> None:
         lines = [json.dumps({"question": question, "answer": "none"}) for question in settings["questions"]]
         (root / "questions.jsonl").write_text("\n".join(lines) + "\n")
         (root / "agent.toml").write_text(config(settings).to_toml())
-        baton.train(root / "agent.toml", run=root / "run", reporter=Steps(root / "run", settings["steps"]))
+        steps = Steps(root / "run")
+        sat.update = steps.held
+        baton.train(root / "agent.toml", run=root / "run", reporter=steps)
 
 
 if __name__ == "__main__":
