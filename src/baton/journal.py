@@ -128,9 +128,9 @@ def open_run(path: str | Path) -> Run:
 class RunJournal:
     """Writes a run as it happens (see `records` for the layout).
 
-    Lines and files are written in one order, each durable before the next. Where every learner stays in memory this is done
-    beside the loop: the next update begins to play while this one is written, at most one is in hand, and what failed is
-    raised at the next tick. What was written is told (`reporter`, `trackers`) once it is durable.
+    Lines and files are written beside the loop, in one order, each durable before the next: the next update begins to play
+    while this one is written, at most one is in hand, and what failed is raised at the next tick. What was written is told
+    (`reporter`, `trackers`) once it is durable. A learner that rests wakes with what is written, and waits for it.
     """
 
     def __init__(
@@ -151,8 +151,7 @@ class RunJournal:
         """(can be resumed from, files) of every update that is written."""
         self._what, self._done = "", 0
         self._prompts = {t.id: t.prompt for t in (*plan.splits.train, *plan.splits.probe)}
-        # A learner that rests on disk wakes with what is written, and two of them at once would not fit.
-        self._writer = None if crew.leaving else ThreadPoolExecutor(max_workers=1)
+        self._writer = ThreadPoolExecutor(max_workers=1)
         self._waiting: deque[tuple[Future[Record], Callable[[Record], None]]] = deque()
 
     def begin(self, agent: AgentId, stage: int) -> int:
@@ -164,8 +163,12 @@ class RunJournal:
         return version
 
     def rest(self) -> None:
-        if self.crew.leaving:
-            put_to_rest(self.run, self.crew, self.points[-1][1])
+        for agent in self.crew.leaving:
+            self.crew.rest(agent, partial(self._saved, agent))
+
+    def _saved(self, agent: AgentId) -> Snapshot:
+        self.wait()
+        return saved_state(self.run, self.crew, agent, self.points[-1][1][agent])
 
     def tick(self, what: str, total: int) -> None:
         self.stop.check()
@@ -179,8 +182,8 @@ class RunJournal:
     ) -> None:
         self.stop.check()
         self.wait()
-        if promoted is not None and self._writer is not None:
-            # The learner goes on while its state is written.
+        if promoted is not None and report.agent not in self.crew.leaving:
+            # The learner may go on while its state is written; one that rests leaves these tensors behind.
             snapshot, weights = promoted
             masters = {name: tensor.clone() for name, tensor in snapshot.weights.items()}
             moments = {name: tensor.clone() for name, tensor in snapshot.moments.items()}
@@ -199,14 +202,10 @@ class RunJournal:
         try:
             self.wait()
         finally:
-            if self._writer is not None:
-                self._writer.shutdown()
+            self._writer.shutdown()
 
     def _write(self, job: Callable[[], Record], tell: Callable[[Record], None] = lambda _: None) -> None:
-        if self._writer is None:
-            tell(job())
-        else:
-            self._waiting.append((self._writer.submit(job), tell))
+        self._waiting.append((self._writer.submit(job), tell))
 
     def _tell(self, *, waits: bool) -> None:
         """Tell what is durable by now; with `waits`, everything. Raises what a write raised."""
