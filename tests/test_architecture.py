@@ -26,7 +26,7 @@ ROWS: tuple[frozenset[str], ...] = (
     frozenset({"types", "errors"}),
     frozenset({"core"}),
     frozenset({"engines", "envs", "team", "protocols"}),
-    frozenset({"rollout"}),
+    frozenset({"rollout", "warm_start"}),
     frozenset({"algorithms"}),
     frozenset({"config"}),
     frozenset({"run", "evaluation", "testing", "serve", "ui"}) | ADDED_TO_THE_SHELL,
@@ -37,7 +37,7 @@ ROWS: tuple[frozenset[str], ...] = (
 PEERS_MAY_MEET = frozenset({"types", "errors", *ROWS[6], *ROWS[7]})
 """Rooms that may import others of their own row: the nouns, the shell, the front."""
 
-ONLY_THE_PROTOCOLS = {"rollout", "algorithms"}
+ONLY_THE_PROTOCOLS = {"rollout", "warm_start", "algorithms"}
 """Rooms that may see of `engines` and `envs` nothing but what is to be implemented."""
 PROTOCOL_MODULE = {"engines": "baton.engines.engine", "envs": "baton.envs.env"}
 

@@ -24,7 +24,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from baton import envs, protocols
-from baton.algorithms.warm_start import Dialogue, WarmStartRecord, render, render_messages, warm_start
 from baton.config import AgentOptions, Config
 from baton.core.keyed import key, permutation
 from baton.engines import adapters, local, models
@@ -43,6 +42,7 @@ from baton.records import plain, stored, write_folder
 from baton.resting import Resting
 from baton.rollout import Grader, Seat, Table
 from baton.types import AgentId, Failed, Outcome, Scored, Snapshot, Task, Turn, Weights
+from baton.warm_start import Dialogue, WarmStartRecord, render, render_messages, warm_start
 
 # ---- engines ---------------------------------------------------------------------------------------------------
 

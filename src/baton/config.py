@@ -28,13 +28,13 @@ from baton.algorithms.options import (
     GateOptions,
     SatOptions,
 )
-from baton.algorithms.warm_start import WarmStartOptions
 from baton.core import trust_region
 from baton.engines.adapters import LoraOptions
 from baton.engines.endpoint import EndpointOptions
 from baton.envs import EnvOptions
 from baton.errors import ConfigError, UnsupportedError
 from baton.protocols import ChainOptions, ProtocolOptions
+from baton.warm_start import WarmStartOptions
 
 
 class _Options(BaseModel):

@@ -21,7 +21,6 @@ from baton.algorithms.acceptance import Trainee, check_floor
 from baton.algorithms.episodes import draw_prompts
 from baton.algorithms.options import KNOBS, resolve_group
 from baton.algorithms.state import AgentState, Ending, Position, World
-from baton.algorithms.warm_start import WarmStartRecord
 from baton.assemble import Crew, Plan
 from baton.config import Config
 from baton.config import load as load_config
@@ -58,6 +57,7 @@ from baton.types import (
     Trajectory,
     Turn,
 )
+from baton.warm_start import WarmStartRecord
 
 START_PROMPTS = 64
 """Train prompts on which the start accuracy is measured (ALGORITHMS 2.2)."""

@@ -11,11 +11,11 @@ import torch
 import worlds
 
 from baton import assemble, config
-from baton.algorithms.warm_start import Dialogue, WarmStartOptions, warm_start
 from baton.assemble import Plan
 from baton.engines.local import LocalLearner
 from baton.errors import DataError
 from baton.types import AdvantageBatch, StepReport
+from baton.warm_start import Dialogue, WarmStartOptions, warm_start
 
 START = {"steps": 2, "batch": 8, "demonstrations": 48, "held_out": 8, "check_every": 1}
 
