@@ -40,7 +40,7 @@ def coupled(
     sampled before. The candidate's is x too with probability min(1, q(x)/p(x)), else a draw from the normalised excess
     (q - p)^+, made by what that decision leaves of the second uniform (3.6, maximal; G50). Where `together_S` is False the
     prefixes have parted, p and q are of different contexts, and the candidate's token is the inverse CDF of q at the second
-    uniform, independent of x.
+    uniform: independent of x, or, where the caller gives the first one again, as near to it as the order of symbols has it.
 
     Raises:
         DataError: a given token to which p gives probability 0.  NonFiniteError: as for `inverse_cdf`.
