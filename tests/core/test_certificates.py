@@ -103,6 +103,16 @@ def test_a_token_that_cannot_come_never_does_and_equal_laws_never_part(u: float,
     assert torch.equal(same[0], same[1]) and torch.equal(same[0], x)
 
 
+def test_what_rounding_leaves_over_goes_to_a_token_that_can_come() -> None:
+    short = torch.tensor([[0.3, 0.3, 0.0]], dtype=F64)
+    assert coupling.inverse_cdf(short, torch.tensor([0.9], dtype=F64)).tolist() == [1]
+    # Refused by a hair, and no symbol has more probability than before: there is nothing to draw from.
+    log_q = log([[0.5, 0.5, 0.0]])
+    log_p = log_q + torch.tensor([[1e-12, 0.0, 0.0]], dtype=F64)
+    x, y = coupling.coupled(log_p, log_q, torch.tensor([[0.1, 1.0 - 1e-13]], dtype=F64))
+    assert (x.tolist(), y.tolist()) == ([0], [0])
+
+
 def test_a_token_that_its_law_could_not_have_sampled_is_refused() -> None:
     log_p, u = log([[1.0, 0.0], [1.0, 1.0]]), torch.full((2, 2), 0.5, dtype=F64)
     with pytest.raises(DataError, match="token 1 of state 0"):

@@ -139,7 +139,7 @@ def project(
             mean, square = weight.sum(dim=-1) / total, torch.linalg.vecdot(weight, h) / total
             log_z = top[:, 0] + total.log()
             gap = -(1.0 - w) * mean - log_z - radius
-            open_ = outside & (gap.abs() > 1e-9) & ((w > 0.0) | (gap > 0.0)) & (high - low > 1e-15)
+            open_ = outside & (gap.abs() > 1e-9) & (high - low > 1e-15)
             if not bool(open_.any()):
                 break
             low, high = torch.where(gap > 0.0, w, low), torch.where(gap > 0.0, high, w)
