@@ -25,6 +25,7 @@ from baton.core.certificate import (
     message_bound_mixed,
     message_bound_span,
     published,
+    staleness_bound,
 )
 from baton.core.divergence import exact, total_variation
 from baton.core.keyed import key
@@ -216,6 +217,36 @@ def test_the_stage_is_the_sum_of_its_steps_and_so_is_its_bound() -> None:
         steps = [b - a for a, b in itertools.pairwise(returns)]
         assert returns[-1] - returns[0] == pytest.approx(math.fsum(steps), abs=1e-12)
         assert abs(returns[-1] - returns[0] - gained) <= bounded + 1e-11
+
+
+# ---- T3: a surrogate from the episodes of an older team --------------------------------------------------------
+
+
+def test_t3_updates_of_teammates_since_move_a_surrogate_by_at_most_the_staleness_bound() -> None:
+    """Agent j's surrogate under the team of the episodes against that under the team as it is now, for one and for several
+    accepted updates of its teammates in between (6.6)."""
+    closest, counted = 0.0, 0
+    for game, teams, order in stages(17, 150):
+        low, high = mdp.return_range(game)
+        agent = order[-1]
+        if not game.states_of(agent) or high == low:
+            continue
+        candidate = teams[-1]  # the stage's last step moves this agent alone
+        moved = [(before, after, mate) for before, after, mate in zip(teams, teams[1:], order[:-1], strict=False)]
+        moved = [step for step in moved if game.states_of(step[2])]
+        accepted = [
+            (mdp.most_turns(game, mate), max(distances(game, before, after, mate)[1].values()))
+            for before, after, mate in moved
+        ]
+        alpha = max(distances(game, teams[-2], candidate, agent)[1].values())
+        stale, fresh = (mdp.surrogate(game, team, candidate, agent) for team in (teams[0], teams[-2]))
+        bound = staleness_bound(mdp.most_turns(game, agent), alpha, accepted, high - low)
+        assert abs(stale - fresh) <= bound + ROUNDING
+        if bound > 1e-9:
+            counted += 1
+            closest = max(closest, abs(stale - fresh) / bound)
+    assert counted > 80
+    assert closest > 0.1, closest
 
 
 # ---- T4: episodes of another team --------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import certificates
 import claim
 import conflict
 import drift
@@ -559,3 +560,35 @@ def test_the_quick_form_runs_holds_its_bars_and_goes_on(
         power = line["figures"][drift.OWN]["summed"]
         assert power[drift.REUSE]["value"] == pytest.approx(2.0, abs=0.15)
         assert power[drift.RESAMPLE]["value"] == pytest.approx(1.0, abs=0.15)
+
+
+# ---- certificates --------------------------------------------------------------------------------------------------------
+
+
+def test_the_teams_of_the_certificates_gain_what_is_said_and_every_way_of_drawing_keeps_it() -> None:
+    old, new, right = certificates.teams(3, 2, 0.001)
+
+    def chance(laws: torch.Tensor) -> float:
+        first, second = laws.exp().tolist()
+        ends = [i for i in range(certificates.SYMBOLS) if bool(right[i])]
+        return math.fsum(first[0][a] * second[a][b] for a in range(certificates.SYMBOLS) for b in ends)
+
+    assert int(right.sum()) == certificates.RIGHT
+    assert chance(new) - chance(old) == pytest.approx(certificates.GAIN, abs=1e-9)
+    distance = 0.5 * float((new[0, 0].exp() - old[0, 0].exp()).abs().sum())
+    discordance = {}
+    for way in certificates.WAYS:
+        d, together = certificates.play(old, new, right, way, 3, 4_000)
+        assert abs(float(d.mean()) - certificates.GAIN) < 4.0 * float(d.std()) / math.sqrt(4_000)
+        assert not bool(d[together].any())
+        assert 1.0 - float(together.double().mean()) >= distance - 0.03
+        discordance[way] = float(d.abs().mean())
+    assert discordance[certificates.MAXIMAL] < 0.1 < 0.3 < discordance[certificates.APART]
+
+
+def test_pairs_to_a_verdict_are_counted_up_to_those_there_are() -> None:
+    d = torch.ones(3, 300, dtype=torch.float64)
+    d[1] = 0.0
+    counted = certificates.pairs_to_positive(d)
+    assert counted["median"] == 8.0 and counted["by 250"] == pytest.approx(2 / 3)
+    assert certificates.pairs_to_positive(d[1:2])["median"] == 300.0

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.core import advantages, batching, certificate, divergence, losses, trust_region
+from baton.core import advantages, batching, certificate, coupling, divergence, losses, trust_region
 from baton.core.losses import Band
 from baton.types import TokenBatch, TokenDivergence, Trajectory
+from reference.certificate import hoeffding_bound
 
 F64 = torch.float64
 
@@ -484,3 +485,97 @@ def test_g33_the_published_bound_is_vacuous_and_void(delta: float, bound: float)
 def test_g42_a_discounted_terminal_reward_is_worth_nothing() -> None:
     assert certificate.discount_at(0.99, 32_768) == pytest.approx(9.42e-144, rel=1e-3)
     assert certificate.discount_at(0.99, 74_141) == 0.0 < certificate.discount_at(0.99, 74_140)
+
+
+@pytest.mark.parametrize(
+    ("pre", "current", "delta", "lam", "new"),
+    [
+        ((0.9, 0.1), (0.5, 0.5), 0.01, 6.7293789, (0.5705926, 0.4294074)),
+        ((0.7, 0.2, 0.1), (0.2, 0.3, 0.5), 0.02, 4.7234877, (0.2748075, 0.3085280, 0.4166646)),
+        ((0.98, 0.01, 0.01), (0.1, 0.6, 0.3), 0.05, 6.2508846, (0.2057602, 0.5123610, 0.2818788)),
+    ],
+)
+def test_g8_g8b_a_newcomer_enters_the_ball(
+    pre: tuple[float, ...], current: tuple[float, ...], delta: float, lam: float, new: tuple[float, ...]
+) -> None:
+    log_new, w = divergence.project(law(*pre), law(*current), radius=delta)
+    assert float(w / (1.0 - w)) == close(lam)
+    assert log_new.exp()[0].tolist() == close(list(new), 1e-7)
+    assert float(divergence.kl(log_new, law(*current))) == close(delta, 1e-9)
+
+
+def test_g8_inside_the_ball_nothing_moves() -> None:
+    pre, current = law(0.9, 0.1), law(0.5, 0.5)
+    distance = float(divergence.kl(pre, current))
+    assert distance == close(0.3680642, 1e-7)
+    for delta in (distance, 0.3680643, 1.0):
+        new, w = divergence.project(pre, current, radius=delta)
+        assert torch.equal(new, pre) and float(w) == 0.0
+
+
+def test_g28_the_held_out_gain_of_one_message() -> None:
+    """E under the old law: both messages weigh the same."""
+    log_ratio, returns = row(1.8, 0.2).log().T, row(1.0, 0.0)[0]
+    for baseline in (0.0, 0.3):
+        gain, lost, apart = certificate.surrogate_terms(log_ratio, returns, torch.full((2, 1), baseline, dtype=F64))
+        assert float(gain.mean()) == close(0.4, 1e-12)
+        assert float(apart.mean()) == close(0.4, 1e-12)
+        assert float(lost.mean()) == close(0.0, 1e-12)
+    gain, lost, _ = certificate.surrogate_terms(log_ratio, returns, torch.zeros(2, 1, dtype=F64), cap=1.5)
+    assert (float(gain.mean()), float(lost.mean())) == close((0.25, 0.15), 1e-12)
+
+
+D31 = torch.tensor([1, 0, 0, 1, 0, -1, 1, 0, 1, 0] * 10, dtype=F64)
+
+
+def test_g31_the_wealth_of_a_bet_on_a_gain() -> None:
+    wealth = certificate.log_wealth(D31, 0.0, width=1.0, level=0.05).exp()
+    assert int((wealth >= 20.0).nonzero()[0]) + 1 == 31
+    assert float(wealth[-1]) == close(965.0737, 1e-4)
+    # Stakes: the first pair, X = 1, against m so small that the cap of .5/m leaves them free.
+    free = certificate.log_wealth(D31[:3], -1.0 + 2e-9, width=1.0, level=0.05)
+    assert math.expm1(float(free[0])) == close(5.880087, 1e-5)
+    assert math.expm1(float(free[1] - free[0])) == close(4.177527 / 2.0, 1e-5)
+    assert math.expm1(float(free[2] - free[1])) == close(3.563871 / 2.0, 1e-5)
+    assert float(certificate.betting_bound(D31, width=1.0, level=0.05)) == close(0.1264042, 1e-7)
+    returns = [(1.0 if x > 0 else 0.0, 1.0 if x < 0 else 0.0) for x in D31.tolist()]
+    made = certificate.measured(*zip(*returns, strict=True), low=0.0, high=1.0, level=0.05)
+    assert made.verdict == "positive" and made.lower_bound == close(0.1264042, 1e-7)
+
+
+def test_g32_at_a_fixed_number_of_pairs() -> None:
+    assert float(certificate.bernstein_bound(D31, reach=2.0, level=0.05)) == close(-0.0486846, 1e-7)
+    assert hoeffding_bound(D31.tolist(), reach=2.0, level=0.05) == close(0.0552253, 1e-7)
+
+
+def test_g37_the_cost_of_a_teammates_update() -> None:
+    alpha = certificate.alpha_from_kl(0.01)
+    assert certificate.staleness_bound(1, alpha, [(1, alpha)], 1.0) == close(0.01, 1e-12)
+    assert certificate.staleness_bound(1, alpha, [(2, alpha)], 1.0) == close(0.02, 1e-12)
+
+
+def test_g41_the_first_of_two_turns() -> None:
+    log_ratio = torch.stack([row(0.5, 1.2, 0.9, 1.4)[0].log(), torch.zeros(4, dtype=F64)], dim=1)
+    gain, _, apart = certificate.surrogate_terms(log_ratio, row(0.5, -0.5, 0.5, -0.5)[0], torch.zeros(4, 2, dtype=F64))
+    assert float(gain.mean()) == close(-0.15, 1e-12)
+    assert apart.mean(0).tolist() == close([0.15, 0.0], 1e-12)
+    assert certificate.message_bound_mean(apart.mean(0).tolist(), 1.0) == close(0.30, 1e-12)
+
+
+def test_g50_two_laws_part_half_as_often_when_they_are_coupled() -> None:
+    p, q = law(0.5, 0.3, 0.2), law(0.4, 0.3, 0.3)
+    grid = torch.cartesian_prod((torch.arange(10, dtype=F64) + 0.5) / 10, (torch.arange(10, dtype=F64) + 0.5) / 10)
+    old, new = (one.expand(100, 3) for one in (p, q))
+    x, y = coupling.coupled(old, new, grid)
+    assert float((x != y).double().mean()) == close(0.1, 1e-12)
+    same = grid[:, 0]
+    apart = coupling.inverse_cdf(old.exp(), same) != coupling.inverse_cdf(new.exp(), same)
+    assert float(apart.double().mean()) == close(0.2, 1e-12)
+
+
+def test_g51_the_range_term_of_a_surrogate() -> None:
+    each = certificate.miss_rate(0.05, n_agents=3) / (2 * 5)
+    for n, term in ((32, 1.0673), (128, 0.2605), (512, 0.0647)):
+        # The bound of constants is their value less the range term.
+        assert -float(certificate.bernstein_bound(torch.zeros(n), reach=2.0, level=each)) == close(term, 5e-5)
+    assert certificate.bernstein_n(each, share=0.1) == 332

@@ -60,3 +60,25 @@ def message_values(values: Sequence[float], row: Sequence[int]) -> tuple[list[fl
         seen.setdefault(r, []).append(value)
     sums = [math.inf if math.inf in v else math.fsum(v) for v in seen.values()]
     return [s / len(v) for s, v in zip(sums, seen.values(), strict=True)], sums
+
+
+def project(pre: Law, current: Law, *, radius: float) -> tuple[list[float], float]:
+    """The newcomer's law in the ball and lam: new ~ pre^(1/(1+lam)) current^(lam/(1+lam)), by halving the interval of the
+    exponent lam/(1+lam) (2.8). Only tokens that both laws have keep any probability."""
+    if kl(pre, current) <= radius:
+        return list(pre), 0.0
+    both = [v for v in range(len(pre)) if pre[v] != NEVER and current[v] != NEVER]
+
+    def at(share: float) -> list[float]:
+        mixed = {v: (1.0 - share) * pre[v] + share * current[v] for v in both}
+        top = max(mixed.values())
+        norm = top + math.log(math.fsum(math.exp(x - top) for x in mixed.values()))
+        return [mixed[v] - norm if v in mixed else NEVER for v in range(len(pre))]
+
+    near, far = 0.0, 1.0
+    if kl(at(0.0), current) <= radius:
+        return at(0.0), 0.0
+    for _ in range(200):
+        middle = (near + far) / 2.0
+        near, far = (middle, far) if kl(at(middle), current) > radius else (near, middle)
+    return at(far), far / (1.0 - far) if far < 1.0 else math.inf

@@ -1,20 +1,30 @@
 """Lower bounds on the change of the team's return, term by term (ALGORITHMS 3).
 
 A certificate shows what each of its terms rests on. The published bound is kept for information: it is
-vacuous at every practical setting (3.3) and always void. The message-level bounds (3.5) are the ones with a
-proof behind them.
+vacuous at every practical setting (3.3) and always void. What can be positive is `measured`, from pairs of episodes, and
+`surrogate`, from held-out episodes of the promoted team and the message-level bounds (3.5), which have a proof behind them.
+
+Axes: runs any, n pairs in the order in which they were drawn, N prompts, m own turns. The unit is the prompt.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from baton.errors import ConfigError, DataError, MissingError, NonFiniteError
 
 Basis = Literal["measured", "bounded", "assumed"]
+VoidReason = Literal[
+    "stale_data", "own_lag", "tokenizer_swap", "kl_not_measured", "too_few_samples", "sampling_mismatch",
+    "reward_out_of_range", "prompt_overlap", "assumed_term", "not_evaluated",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,10 +50,12 @@ class Certificate:
     is_vacuous: bool
     """lower_bound <= 0."""
     verdict: Literal["positive", "inconclusive", "void"]
-    reason: str
+    reason: VoidReason | Literal[""]
     n: int
-    """Fewest episodes that any step's statement rests on."""
+    """Fewest episodes (pairs, where it is measured) that any step's statement rests on."""
     confidence: float
+    needed: int | None = None
+    """Where it is void for too few samples: the n from which on it can be positive."""
 
     def __post_init__(self) -> None:
         if self.verdict == "positive" and (self.lower_bound <= 0.0 or any(term.basis == "assumed" for term in self.terms)):
@@ -85,13 +97,7 @@ def published(
             f"gamma {gamma}, a_max {a_max}, delta_conf {delta_conf}: need gamma in [0, 1), a_max > 0 and "
             "delta_conf in (0, 1)"
         )
-    inputs = {
-        "deltas": deltas,
-        "n_episodes": n_episodes,
-        "kappas": kappas,
-        "curvatures": curvatures,
-        "zetas": zetas,
-    }
+    inputs = {"deltas": deltas, "n_episodes": n_episodes, "kappas": kappas, "curvatures": curvatures, "zetas": zetas}
     for name, values in inputs.items():
         if values is None:
             continue
@@ -112,12 +118,7 @@ def published(
     terms = (
         _unless_missing("gain", kappas, lambda k: sum(k[i] * math.sqrt(deltas[i]) for i in range(n_steps))),
         _unless_missing("curvature", curvatures, lambda a: -sum(a[i] * deltas[i] for i in range(n_steps))),
-        Term(
-            name="occupancy",
-            value=-occupancy,
-            basis="assumed",
-            note="a quantile stands for the supremum over states",
-        ),
+        Term(name="occupancy", value=-occupancy, basis="assumed", note="a quantile stands for the supremum over states"),
         _unless_missing("bias", zetas, lambda z: -horizon * sum(z)),
         Term(
             name="sample",
@@ -126,25 +127,222 @@ def published(
             note="range as printed, half of the range of a variable in [-A_max, A_max]",
         ),
     )
-    lower_bound = math.fsum(term.value for term in terms)
+    return concluded("published", terms, n=min(n_episodes), confidence=1.0 - delta_conf)
+
+
+def concluded(kind: str, terms: Sequence[Term], *, n: int, confidence: float) -> Certificate:
+    """Terms with their sum and its verdict: void where one of them is assumed, positive above 0, else inconclusive (3.7)."""
+    bound, is_assumed = math.fsum(term.value for term in terms), any(term.basis == "assumed" for term in terms)
     return Certificate(
-        kind="published",
-        terms=terms,
-        lower_bound=lower_bound,
-        is_vacuous=lower_bound <= 0.0,
-        verdict="void",
-        reason="assumed_term",
-        n=min(n_episodes),
-        confidence=1.0 - delta_conf,
+        kind=kind,
+        terms=tuple(terms),
+        lower_bound=bound,
+        is_vacuous=bound <= 0.0,
+        verdict="void" if is_assumed else "positive" if bound > 0.0 else "inconclusive",
+        reason="assumed_term" if is_assumed else "",
+        n=n,
+        confidence=confidence,
     )
+
+
+def void(kind: str, reason: VoidReason, *, n: int = 0, confidence: float, needed: int | None = None) -> Certificate:
+    """No statement, and why: no terms, and the one lower bound that needs none, -inf (3.7)."""
+    empty = concluded(kind, (), n=n, confidence=confidence)
+    return replace(empty, lower_bound=-math.inf, verdict="void", reason=reason, needed=needed)
+
+
+def summed(kind: str, steps: Sequence[Certificate]) -> Certificate:
+    """A stage of single updates: their bounds added, and their miss rates (union bound); void if one is void (3.7).
+
+    A rejected update changes nothing and is left out.  Raises MissingError without steps.
+    """
+    if not steps:
+        raise MissingError("a sum over no updates; a stage without an accepted update has changed nothing")
+    n, confidence = min(step.n for step in steps), max(0.0, 1.0 - math.fsum(1.0 - step.confidence for step in steps))
+    for step in steps:
+        if step.reason:
+            return void(kind, step.reason, n=n, confidence=confidence, needed=step.needed)
+    terms = [Term(name=f"update {i}", value=step.lower_bound, basis="measured") for i, step in enumerate(steps, start=1)]
+    return concluded(kind, terms, n=n, confidence=confidence)
+
+
+def miss_rate(delta_conf: float, *, n_agents: int = 1, stage: int | None = None) -> float:
+    """Share of statements that may be wrong: delta_conf of a stage, delta_conf/n_agents of each update in it; with `stage`
+    k = 1, 2, ... 6/(pi^2 k^2) times that: all stages of a run, however many, add up to delta_conf (union bound, 3.6).
+
+    Raises:
+        ConfigError: delta_conf outside (0, 1), no agents, or a stage below 1.
+    """
+    if not (0.0 < delta_conf < 1.0 and n_agents >= 1 and (stage is None or stage >= 1)):
+        raise ConfigError(f"delta_conf {delta_conf}, {n_agents} agents, stage {stage}: need (0, 1), and counts from 1")
+    return delta_conf / n_agents / (1.0 if stage is None else (math.pi * stage) ** 2 / 6.0)
+
+
+# ---- bounds of a mean (3.6) --------------------------------------------------------------------------------
+
+
+def log_wealth(d: Float[Tensor, "*runs n"], gain: float | Tensor, *, width: float, level: float) -> Float[Tensor, "*runs n"]:
+    """log K_t, after each pair t, of a bet that the mean of d exceeds `gain`; both in [-width, width], fp64.
+
+    K_t(m) = prod_{s<=t} (1 + min(lam_s, .5/m)(X_s - m)), X = (d + width)/(2 width), m likewise (arXiv 2010.09686; 3.6, G31)
+    lam_s = sqrt(2 ln(1/level)/(v_{s-1} s ln(1+s))), v_t the running variance from v_0 = 1/4 on
+
+    If the mean is at most `gain`, P(K_t >= 1/level at any t) <= level, whoever looks and whenever. Falls in `gain`.
+
+    Raises:
+        ConfigError: level outside (0, 1).  DataError: a difference outside [-width, width], or NaN.
+    """
+    if not 0.0 < level < 1.0:
+        raise ConfigError(f"level {level}: need a number in (0, 1)")
+    if not bool((d.abs() <= width).all()):
+        raise DataError(f"a difference of two returns lies outside [-{width}, {width}], or is NaN")
+    x, m = (d.double() / width + 1.0) / 2.0, (torch.as_tensor(gain, dtype=torch.float64) / width + 1.0) / 2.0
+    t = torch.arange(1, d.shape[-1] + 1, dtype=torch.float64)
+    mean = (0.5 + x.cumsum(-1)) / (t + 1.0)
+    squares = 0.25 + (x - mean).square().cumsum(-1)
+    before = torch.cat([torch.full_like(squares[..., :1], 0.25), squares[..., :-1]], dim=-1)  # t v_{t-1}
+    bet = torch.sqrt(-2.0 * math.log(level) / (before * torch.log1p(t)))
+    return torch.log1p(torch.minimum(bet, 0.5 / m) * (x - m)).cumsum(-1)
+
+
+def betting_bound(d: Float[Tensor, "*runs n"], *, width: float, level: float) -> Float[Tensor, "*runs"]:
+    """The largest gain against which the wealth has reached 1/level at any pair: a lower bound of the mean of d for all n at
+    once, so one may look and stop at will; minus that of -d is an upper bound (3.6, G31)."""
+    low, high = (torch.full(d.shape[:-1], side * width, dtype=torch.float64) for side in (-1.0, 1.0))
+    for _ in range(60):
+        middle = (low + high) / 2.0
+        reached = log_wealth(d, middle[..., None], width=width, level=level).amax(-1) >= -math.log(level)
+        low, high = torch.where(reached, middle, low), torch.where(reached, high, middle)
+    return low
+
+
+def bernstein_bound(values: Float[Tensor, "*runs n"], *, reach: float, level: float) -> Float[Tensor, "*runs"]:
+    """mean - sqrt(2 s^2 ln(2/level)/n) - 7 reach ln(2/level)/(3(n-1)): a lower bound of the mean at one n that was fixed
+    before (arXiv 0907.3740; 3.6, G32). `reach`: length of the range of values.  Raises MissingError at n < 2."""
+    if (n := values.shape[-1]) < 2:
+        raise MissingError(f"a spread of {n} values; give at least 2")
+    mean, spread, log = values.double().mean(-1), values.double().var(-1), math.log(2.0 / level)
+    return mean - torch.sqrt(2.0 * spread * log / n) - 7.0 * reach * log / (3.0 * (n - 1))
+
+
+def betting_n(level: float) -> int:
+    """Fewest pairs that betting can call positive: a pair multiplies the wealth by at most 1.5, so 1.5^n > 1/level."""
+    return math.floor(-math.log(level) / math.log(1.5)) + 1
+
+
+def bernstein_n(level: float, *, share: float = 1.0) -> int:
+    """Fewest values in [-1, 1] whose range term 14 ln(2/level)/(3(n-1)) is below `share`; 1 is the largest mean (G51)."""
+    return math.floor(14.0 * math.log(2.0 / level) / (3.0 * share)) + 2
+
+
+# ---- what a run can show (3.6) -----------------------------------------------------------------------------
+
+
+def measured(
+    candidate: Sequence[float | None],
+    promoted: Sequence[float | None],
+    *,
+    low: float,
+    high: float,
+    level: float,
+    method: Literal["betting", "bernstein"] = "betting",
+) -> Certificate:
+    """By how much the candidate's mean return exceeds the promoted team's, from their returns in [low, high] (3.6).
+
+    Pair i is of the i-th prompt drawn, with replacement. None is a missing return, which counts against the claim: `low` for
+    the candidate, `high` for the promoted team. The harm test is this with the teams exchanged: positive means harm. `level`
+    is the share of statements that may be wrong (`miss_rate`); `betting` may be asked after every pair, `bernstein` once.
+
+    Raises:
+        DataError: lists of different length.  NonFiniteError: a return is NaN.  ConfigError: not low < high.
+    """
+    n, width, confidence = len(candidate), high - low, 1.0 - level
+    if len(promoted) != n:
+        raise DataError(f"{n} returns of the candidate and {len(promoted)} of the promoted team; pair them by draw")
+    _require_range(low, high)
+    returns = [[low if r is None else r for r in candidate], [high if r is None else r for r in promoted]]
+    both = torch.tensor(returns, dtype=torch.float64)
+    if bool(torch.isnan(both).any()):
+        raise NonFiniteError("a return is NaN; a missing return is None")
+    needed = betting_n(level) if method == "betting" else bernstein_n(level)
+    if n < needed:
+        return void("measured", "too_few_samples" if n else "not_evaluated", n=n, confidence=confidence, needed=needed)
+    if not bool(((both >= low) & (both <= high)).all()):
+        return void("measured", "reward_out_of_range", n=n, confidence=confidence)
+    d = both[0] - both[1]
+    is_betting = method == "betting"
+    bound = betting_bound(d, width=width, level=level) if is_betting else bernstein_bound(d, reach=2.0 * width, level=level)
+    gain, missing = float(d.mean()), sum(r is None for r in (*candidate, *promoted))
+    terms = (
+        Term(name="paired gain", value=gain, basis="measured", note=f"{n} pairs, {missing} returns missing"),
+        Term(name="sampling", value=float(bound) - gain, basis="bounded", note=method),
+    )
+    return concluded("measured", terms, n=n, confidence=confidence)
+
+
+def surrogate_terms(
+    log_ratio_Nm: Float[Tensor, "N m"], returns_N: Float[Tensor, " N"], values_Nm: Float[Tensor, "N m"], *, cap: float = 2.0
+) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"], Float[Tensor, "N m"]]:
+    """(gain, lost, apart) of each episode of the promoted team, fp64, by the ratios r_k of own messages (3.6, G28, G41).
+
+    gain = sum_k (min(r_k, cap) - 1)(R - V(s_k)), on average above the surrogate gain by at most width E[lost] (V10);
+    lost = sum_k (1 - min(r_k, cap)), on average zeta_trunc; apart_k = (1 - r_k)^+, on average abar_k (cap >= 1). A turn that
+    did not come has log-ratio 0 and adds nothing.
+    """
+    less_Nm = 1.0 - torch.exp(log_ratio_Nm.double().clamp(max=math.log(cap)))
+    return -(less_Nm * (returns_N.double()[:, None] - values_Nm)).sum(1), less_Nm.sum(1), less_Nm.clamp(min=0.0)
+
+
+def surrogate(
+    log_ratio_Nm: Float[Tensor, "N m"],
+    returns_N: Float[Tensor, " N"],
+    values_Nm: Float[Tensor, "N m"],
+    *,
+    low: float,
+    high: float,
+    level: float,
+    looks: int = 5,
+    fewest: int = 500,
+) -> Certificate:
+    """LCB(G) - P - width UCB(zeta_trunc) of an update of one agent, from one episode of the promoted team per probe prompt:
+    P = 0 where it speaks at most m = 1 times, else UCB(P_mean) (3.5, 3.6).
+
+    Empirical Bernstein, `level` split evenly over terms and the `looks` candidates judged on these episodes. The baseline V
+    was not trained on them and is clipped to [low, high]. Below `fewest` prompts, or where the range term alone outweighs
+    every gain, it is void and not computed.
+
+    Raises:
+        NonFiniteError: a NaN, or a ratio of +inf.  ConfigError: not low < high, or looks below 1.
+    """
+    (n, m), width, confidence = log_ratio_Nm.shape, high - low, 1.0 - level
+    _require_range(low, high)
+    if looks < 1:
+        raise ConfigError(f"looks {looks}: need at least 1")
+    if not bool((log_ratio_Nm < math.inf).all()) or bool(torch.isnan(values_Nm).any() | torch.isnan(returns_N).any()):
+        raise NonFiniteError("a log-ratio of a message is NaN or +inf, or a return or baseline is NaN")
+    each = level / (looks * (2 if m == 1 else 3))
+    if n < (needed := max(fewest, bernstein_n(each))):
+        return void("surrogate", "too_few_samples", n=n, confidence=confidence, needed=needed)
+    if not bool(((returns_N >= low) & (returns_N <= high)).all()):
+        return void("surrogate", "reward_out_of_range", n=n, confidence=confidence)
+    gain, lost, apart = surrogate_terms(log_ratio_Nm, returns_N, values_Nm.clamp(low, high))
+    mean, sure = float(gain.mean()), float(bernstein_bound(gain, reach=2.0 * m * width, level=each))
+    zeta = max(0.0, -float(bernstein_bound(-lost, reach=2.0 * m, level=each)))
+    drift = 0.0 if m == 1 else -2.0 * float(bernstein_bound(-apart[:, :-1].sum(1), reach=m - 1.0, level=each))
+    terms = (
+        Term(name="held-out gain", value=mean, basis="measured", note=f"{n} prompts"),
+        Term(name="sampling", value=sure - mean, basis="bounded", note="empirical Bernstein"),
+        Term(name="truncation", value=-width * zeta, basis="measured", note="upper end"),
+        Term(name="drift", value=-width * drift, basis="bounded" if m == 1 else "measured", note=f"at most {m} own turns"),
+    )
+    return concluded("surrogate", terms, n=n, confidence=confidence)
 
 
 # ---- discounted forms (3.2, 3.4) ---------------------------------------------------------------------------
 
 
 def occupancy_penalty_printed(delta: float, *, gamma: float, a_max: float) -> float:
-    """2 gamma/(1-gamma)^2 A_max sqrt(delta/2): one step's occupancy penalty as printed, in reward units
-    (3.1; G10)."""
+    """2 gamma/(1-gamma)^2 A_max sqrt(delta/2): one step's occupancy penalty as printed, in reward units (3.1; G10)."""
     _require_radius(delta)
     return 2.0 * gamma / (1.0 - gamma) ** 2 * a_max * math.sqrt(delta / 2.0)
 
@@ -169,8 +367,7 @@ def discount_at(gamma: float, n: int) -> float:
 
 
 def dkw_epsilon(n: int, *, eta: float) -> float:
-    """sqrt(log(2/eta) / (2n)): uniform error of an empirical CDF, a probability and not a divergence (V6;
-    G9)."""
+    """sqrt(log(2/eta) / (2n)): uniform error of an empirical CDF, a probability and not a divergence (V6; G9)."""
     if n < 1:
         raise MissingError(f"a CDF of {n} samples; need at least 1")
     return math.sqrt(math.log(2.0 / eta) / (2.0 * n))
@@ -190,8 +387,7 @@ def zero_violation_n(alpha: float, *, confidence: float) -> int:
 
 
 def message_bound_amax(m: int, delta: float, a_max: float) -> float:
-    """m(m-1) delta A_max: P_amax for an agent of at most m own turns, delta >= sup of its message KL
-    (either direction).
+    """m(m-1) delta A_max: P_amax for an agent of at most m own turns, delta >= sup of its message KL (either direction).
 
     0 for an agent that speaks once.
     """
@@ -218,16 +414,21 @@ def message_bound_mean(abar: Sequence[float], width: float) -> float:
 
 
 def message_bound_mixed(abar: Sequence[float], alpha: float, span: float) -> float:
-    """2 span alpha sum_{k<m} (m-k) abar_k: P_mixed. `abar` as in `message_bound_mean`, alpha = sup message
-    TV."""
+    """2 span alpha sum_{k<m} (m-k) abar_k: P_mixed. `abar` as in `message_bound_mean`, alpha = sup message TV."""
     _require_abar(abar)
     m = len(abar)
     return 2.0 * span * alpha * math.fsum((m - k) * value for k, value in enumerate(abar, start=1))
 
 
+def staleness_bound(m: int, alpha: float, accepted: Sequence[tuple[int, float]], width: float) -> float:
+    """2 width m alpha sum_u m_u alpha_u: error of a surrogate on episodes of a team that has since accepted updates u of
+    teammates (at most m_u own turns, sup message TV alpha_u), for an agent of m own turns and sup TV alpha (6.6; G37)."""
+    _require_turns(min([m, *(turns for turns, _ in accepted)]))
+    return 2.0 * width * m * alpha * math.fsum(turns * other for turns, other in accepted)
+
+
 def alpha_from_kl(delta: float) -> float:
-    """min(sqrt(delta/2), sqrt(1 - exp(-delta))): the TV that a KL of delta nats allows (Pinsker,
-    Bretagnolle-Huber; G29)."""
+    """min(sqrt(delta/2), sqrt(1 - exp(-delta))): the TV that a KL of delta nats allows (Pinsker, Bretagnolle-Huber; G29)."""
     _require_radius(delta)
     return min(math.sqrt(delta / 2.0), math.sqrt(-math.expm1(-delta)))
 
@@ -236,6 +437,11 @@ def _unless_missing(name: str, values: Sequence[float] | None, contribution: Cal
     if values is None:
         return Term(name=name, value=0.0, basis="assumed", note="not measured")
     return Term(name=name, value=contribution(values), basis="measured")
+
+
+def _require_range(low: float, high: float) -> None:
+    if not low < high:
+        raise ConfigError(f"returns in [{low}, {high}]: need low < high")
 
 
 def _require_radius(delta: float) -> None:

@@ -2,9 +2,8 @@
 
 Axes: S states, V vocabulary, N token states in batch order, M messages.
 
-Laws are log-probabilities. A token of probability 0 is -inf and contributes 0 to value and gradient; p > 0
-where q = 0 is +inf, a value that must fail a gate; a NaN stays a NaN. Nothing is clamped: these numbers
-decide.
+Laws are log-probabilities. A token of probability 0 is -inf and contributes 0 to value and gradient; p > 0 where q = 0 is
++inf, a value that must fail a gate; a NaN stays a NaN. Nothing is clamped: these numbers decide.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ def log_law(
 ) -> Float[Tensor, "*states V"]:
     """Log-probabilities of logits / T, in fp32 (fp64 stays fp64). The only way from logits to a law (A01).
 
-    `forbidden` marks vocabulary rows that cannot be sampled, padded rows among them: they get probability 0
-    (-inf).
+    `forbidden` marks vocabulary rows that cannot be sampled, padded rows among them: they get probability 0 (-inf).
 
     Raises:
         ConfigError: temperature below MIN_TEMPERATURE or not finite.
@@ -56,8 +54,7 @@ def kl(log_p: Float[Tensor, "S V"], log_q: Float[Tensor, "S V"]) -> Float[Tensor
 
 
 def exact(log_new: Float[Tensor, "S V"], log_old: Float[Tensor, "S V"]) -> tuple[Float[Tensor, " S"], Float[Tensor, " S"]]:
-    """(kl_new_old, kl_old_new) of each state, in nats: KL(candidate || current) and KL(current ||
-    candidate)."""
+    """(kl_new_old, kl_old_new) of each state, in nats: KL(candidate || current) and KL(current || candidate)."""
     return kl(log_new, log_old), kl(log_old, log_new)
 
 
@@ -68,18 +65,15 @@ def entropy(log_p: Float[Tensor, "S V"]) -> Float[Tensor, " S"]:
 
 
 def total_variation(log_p: Float[Tensor, "S V"], log_q: Float[Tensor, "S V"]) -> Float[Tensor, " S"]:
-    """Half the sum of |p - q| of each state: the largest difference of the probability of any event, in [0,
-    1]."""
+    """Half the sum of |p - q| of each state: the largest difference of the probability of any event, in [0, 1]."""
     return 0.5 * (torch.exp(log_p) - torch.exp(log_q)).abs().sum(dim=-1)
 
 
 def k3(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """e^x - 1 - x at x = log candidate - log current of a sampled token: non-negative, for logs and losses
-    only.
+    """e^x - 1 - x at x = log candidate - log current of a sampled token: non-negative, for logs and losses only.
 
-    On tokens sampled by `current` its mean estimates kl_old_new; it is not exact, and no gate reads it.
-    Above x = LOG_RATIO_BOUND = 20 it stays at its value there, e^20 - 21 = 4.8516517e8, with gradient 0
-    (A13). NaN stays NaN.
+    On tokens sampled by `current` its mean estimates kl_old_new; it is not exact, and no gate reads it. Above x =
+    LOG_RATIO_BOUND = 20 it stays at its value there, e^20 - 21 = 4.8516517e8, with gradient 0 (A13). NaN stays NaN.
     """
     x = log_ratio.clamp(max=LOG_RATIO_BOUND)
     return torch.expm1(x) - x
@@ -101,3 +95,56 @@ def message_values(values: Float[Tensor, " N"], row: Int[Tensor, " N"]) -> tuple
     sums = zeros.index_add(0, place, values.double())
     sizes = zeros.index_add(0, place, torch.ones_like(values, dtype=torch.float64))
     return sums / sizes, sums
+
+
+# ---- entering the ball (2.8) -------------------------------------------------------------------------------
+
+
+def project(
+    log_pre_SV: Float[Tensor, "S V"], log_current_SV: Float[Tensor, "S V"], *, radius: float, entries: int = 1 << 18
+) -> tuple[Float[Tensor, "S V"], Float[Tensor, " S"]]:
+    """(log new, w): each newcomer's law moved towards `current` until KL(new || current) = radius, and how far (2.8; G8).
+
+    new ~ pre^(1-w) current^w, w = lam/(1+lam) in [0, 1): of all laws in the ball the one of smallest KL to `pre`. Inside it
+    w = 0 and the law stays as it came. A token of probability 0 in either law gets 0. Newton in w between shrinking bounds,
+    to 1e-9 nats: with h = log current - log pre, dKL/dw = -(1-w) Var_new(h). In fp64, whole rows at a time, about `entries`
+    numbers, so memory does not grow with S. No gradient: it is a target.
+
+    Raises:
+        ConfigError: radius is not > 0.
+        DataError: a state where no law on the tokens that both laws have lies inside the ball, or with a NaN (names it).
+    """
+    if not radius > 0.0:
+        raise ConfigError(f"radius {radius}: need a number of nats > 0")
+    new_SV, w_S = log_pre_SV.detach().clone(), log_pre_SV.new_zeros(len(log_pre_SV), dtype=torch.float64)
+    rows = max(1, entries // log_pre_SV.shape[1])
+    for begin in range(0, len(new_SV), rows):
+        block = slice(begin, begin + rows)
+        pre, current = (torch.log_softmax(law[block].detach().double(), dim=-1) for law in (log_pre_SV, log_current_SV))
+        outside, shared = ~(kl(pre, current) <= radius), (pre > -math.inf) & (current > -math.inf)
+        nearest = -current.masked_fill(~shared, -math.inf).logsumexp(dim=-1)
+        if bool((lost := outside & ~(nearest < radius)).any()):
+            state = begin + int(lost.nonzero()[0, 0])
+            raise DataError(
+                f"state {state}: no law on the tokens that both laws have is within {radius} nats, or one is NaN"
+            )
+        h, pre = torch.where(shared, current - pre, 0.0), pre.masked_fill(~shared, -math.inf)
+        low, high, w = torch.zeros_like(nearest), torch.ones_like(nearest), torch.zeros_like(nearest)
+        while True:
+            mixed = pre + w[:, None] * h
+            top = mixed.amax(dim=-1, keepdim=True)
+            weight = torch.exp(mixed - top)  # the one exp of a step: everything else is sums of it
+            total = weight.sum(dim=-1)
+            weight *= h
+            mean, square = weight.sum(dim=-1) / total, torch.linalg.vecdot(weight, h) / total
+            log_z = top[:, 0] + total.log()
+            gap = -(1.0 - w) * mean - log_z - radius
+            open_ = outside & (gap.abs() > 1e-9) & (high - low > 1e-15)
+            if not bool(open_.any()):
+                break
+            low, high = torch.where(gap > 0.0, w, low), torch.where(gap > 0.0, high, w)
+            newton = w + gap / ((1.0 - w) * (square - mean.square()))
+            w = torch.where(open_, torch.where((newton > low) & (newton < high), newton, (low + high) / 2.0), w)
+        new_SV[block] = torch.where(outside[:, None], (mixed - log_z[:, None]).to(new_SV.dtype), new_SV[block])
+        w_S[block] = torch.where(outside, w, 0.0)
+    return new_SV, w_S
