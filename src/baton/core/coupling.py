@@ -22,8 +22,10 @@ def inverse_cdf(weights_SV: Float[Tensor, "S V"], u_S: Float[Tensor, " S"]) -> I
     if not bool(torch.isfinite(running_SV[:, -1]).all()):
         raise NonFiniteError("the law of the next token is NaN or infinite: the served weights are not finite")
     token_S = torch.searchsorted(running_SV, u_S.double().contiguous()[:, None], right=True)[:, 0]
-    last_S = weights_SV.shape[1] - 1 - (weights_SV > 0).flip(-1).to(torch.uint8).argmax(dim=-1)
-    return torch.minimum(token_S, last_S)
+    if bool((token_S == weights_SV.shape[1]).any()):
+        last_S = weights_SV.shape[1] - 1 - (weights_SV > 0).flip(-1).to(torch.uint8).argmax(dim=-1)
+        token_S = torch.minimum(token_S, last_S)
+    return token_S
 
 
 def coupled(

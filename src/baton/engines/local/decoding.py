@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from baton.core import keyed
+from baton.core.coupling import inverse_cdf
 from baton.engines.local.net import Net
-from baton.errors import MissingError, NonFiniteError
+from baton.errors import MissingError
 from baton.types import TokenIds
 
 
@@ -70,20 +71,6 @@ class Row:
     forced: TokenIds | None = None
 
 
-def _draw(log_law: Float[Tensor, "B V"], u: Float[Tensor, " B"]) -> Int[Tensor, " B"]:
-    """Inverse CDF: the first token whose running sum (fp64) exceeds u, or the last possible token if none does."""
-    law = log_law.exp()
-    running = law.cumsum(dim=-1, dtype=torch.float64)
-    if not bool(torch.isfinite(running[:, -1]).all()):
-        raise NonFiniteError("the law of the next token is NaN or infinite: the served weights are not finite")
-    token = torch.searchsorted(running, u[:, None], right=True)[:, 0]
-    beyond = token >= law.shape[1]
-    if bool(beyond.any()):
-        last = law.shape[1] - 1 - (law > 0).flip(-1).to(torch.uint8).argmax(dim=-1)
-        token = torch.where(beyond, last, token)
-    return token
-
-
 def decode(
     net: Net, rows: Sequence[Row], *, temperature: float, end_ids: Collection[int]
 ) -> list[tuple[TokenIds, tuple[float, ...]]]:
@@ -127,7 +114,7 @@ def decode(
     done = [False] * len(rows)
     for step in range(steps):
         if uniforms is not None:
-            token_B = _draw(log_law, uniforms[torch.tensor(here, device=device), step])
+            token_B = inverse_cdf(log_law.exp(), uniforms[torch.tensor(here, device=device), step])
         else:
             forced = [cast(TokenIds, rows[r].forced) for r in here]
             token_B = torch.tensor([f[step] if step < len(f) else f[-1] for f in forced], device=device)
