@@ -34,8 +34,11 @@ def log_law(
     """
     if not (math.isfinite(temperature) and temperature >= MIN_TEMPERATURE):
         raise ConfigError(f"temperature {temperature}: need a finite number >= {MIN_TEMPERATURE}")
-    scaled = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
-    if forbidden is not None:
+    scaled = logits if logits.dtype == torch.float64 else logits.float()
+    # Each operation takes a copy of all logits, and another for its gradient: none that changes nothing.
+    if temperature != 1.0:
+        scaled = scaled / temperature
+    if forbidden is not None and bool(forbidden.any()):
         if bool(forbidden.all()):
             raise DataError(f"all {forbidden.numel()} tokens are forbidden; leave at least one")
         scaled = scaled.masked_fill(forbidden, -math.inf)

@@ -21,6 +21,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -582,13 +583,17 @@ def held_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def checksums(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """SHA-256 of each tensor's dtype, shape and bytes."""
-    sums: dict[str, str] = {}
-    for name in sorted(tensors):
+
+    def digest(name: str) -> str:
         tensor = tensors[name].detach().cpu().contiguous()
-        digest = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-        sums[name] = digest.hexdigest()
-    return sums
+        found = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        return found.hexdigest()
+
+    names = sorted(tensors)
+    # Hashing leaves the interpreter's lock to others.
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        return dict(zip(names, pool.map(digest, names), strict=True))
 
 
 def fingerprint(sums: Mapping[str, str]) -> str:
