@@ -22,6 +22,8 @@ import numpy as np
 import order
 import pytest
 import relays
+import sat_ablation
+import sizes
 import team_vs_one
 import torch
 import worlds
@@ -592,3 +594,18 @@ def test_pairs_to_a_verdict_are_counted_up_to_those_there_are() -> None:
     counted = certificates.pairs_to_positive(d)
     assert counted["median"] == 8.0 and counted["by 250"] == pytest.approx(2 / 3)
     assert certificates.pairs_to_positive(d[1:2])["median"] == 300.0
+
+
+# ---- taking turns, by size ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sizes.SIZES)
+def test_the_arms_of_a_size_differ_in_the_schedule_alone(name: str) -> None:
+    family = sizes.SIZES[name].family
+    one, other = (
+        baton.load_config(family.config, sat_ablation.changes(family, arm, 3))
+        for arm in (sat_ablation.FIRST, sat_ablation.SECOND)
+    )
+    changed = records.differences(one.model_dump(mode="json"), other.model_dump(mode="json"))
+    assert [(at, a, b) for at, a, b in changed] == [("algorithm.name", "sat", "joint")]
+    assert one.gate.preset == other.gate.preset and all(math.isfinite(one.radius(a).token) for a in one.agents)
