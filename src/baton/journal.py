@@ -152,7 +152,9 @@ class RunJournal:
         self._what, self._done = "", 0
         self._prompts = {t.id: t.prompt for t in (*plan.splits.train, *plan.splits.probe)}
         self._writer = ThreadPoolExecutor(max_workers=1)
-        self._waiting: deque[tuple[Future[Record], Callable[[Record], None]]] = deque()
+        self._waiting: deque[tuple[Future[Record | None], Callable[[Record], None]]] = deque()
+        self._is_broken = False
+        """Something could not be written: nothing may follow it."""
 
     def begin(self, agent: AgentId, stage: int) -> int:
         # Nobody is being updated here: whoever was since the last update leaves.
@@ -205,13 +207,23 @@ class RunJournal:
             self._writer.shutdown()
 
     def _write(self, job: Callable[[], Record], tell: Callable[[Record], None] = lambda _: None) -> None:
-        self._waiting.append((self._writer.submit(job), tell))
+        def guarded() -> Record | None:
+            if self._is_broken:
+                return None
+            try:
+                return job()
+            except BaseException:
+                self._is_broken = True
+                raise
+
+        self._waiting.append((self._writer.submit(guarded), tell))
 
     def _tell(self, *, waits: bool) -> None:
         """Tell what is durable by now; with `waits`, everything. Raises what a write raised."""
         while self._waiting and (waits or self._waiting[0][0].done()):
             future, tell = self._waiting.popleft()
-            tell(future.result())
+            if (record := future.result()) is not None:
+                tell(record)
 
     def _tell_update(self, record: Record) -> None:
         self.reporter.update(record)

@@ -505,3 +505,25 @@ def test_a_version_that_was_never_promoted_takes_no_ones_place(tmp_path: Path) -
 def test_an_older_version_that_was_not_kept_says_which_key_keeps_it(straight: Any) -> None:
     with pytest.raises(RunError, match="keep_promoted = 'all' keeps every version"):
         run.Run(straight(TWO)).folder("a", 1)
+
+
+@pytest.mark.parametrize("kind", ["begin", "update", "stage"])
+def test_nothing_is_written_behind_a_line_that_could_not_be(kind: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """Lines are written beside the loop, which may have asked for the next ones already."""
+    append, left = records.append_record, [2]
+
+    def full(path: Path, record: Any) -> None:
+        left[0] -= record["kind"] == kind
+        if record["kind"] == kind and left[0] == 0:
+            raise RunError(f"{path} could not be written")
+        append(path, record)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(records, "append_record", full)
+        with pytest.raises(RunError, match="could not be written"):
+            run.train(TWO, run=tmp_path / "run")
+    kinds = [line["kind"] for line in records.read_records(tmp_path / "run" / "stages.jsonl")]
+    whole = ["start", *["begin", "update", "begin", "update", "stage"] * 3]
+    assert kinds == whole[: [n for n, k in enumerate(whole) if k == kind][1]]
+    worlds.go_on(TWO, tmp_path / "run")
+    worlds.check_ledger(tmp_path / "run")
