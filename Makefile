@@ -6,6 +6,7 @@ SEED ?=
 SEEDS ?=
 QUICK ?=
 KEEP ?=
+MODULE ?=
 WORKERS ?= 2
 
 BIN := $(VENV)/bin
@@ -16,7 +17,7 @@ CLAIM := $(if $(SEED),--seed $(SEED)) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(QUI
 # The claims of docs/evidence.md. KEEP=DIR keeps their results, one folder each.
 CLAIMS := conflict drift sat_ablation order gate_audit team_vs_one sizes
 
-.PHONY: install quickstart smollm2 memory test lint drills claims replay-gap clean
+.PHONY: install quickstart smollm2 memory test lint drills claims mutants replay-gap clean
 .DEFAULT_GOAL := test
 
 install: $(INSTALLED) $(SMOLLM2)
@@ -55,6 +56,10 @@ claims: $(INSTALLED)
 	@failed=0; for claim in $(CLAIMS); do \
 		echo "== $$claim"; $(BIN)/python benchmarks/claims/$$claim.py $(CLAIM) $(if $(KEEP),--keep $(KEEP)/$$claim) || failed=1; \
 	done; exit $$failed
+
+# MODULE="losses scores" takes these modules of the core only; KEEP=DIR goes on where it was ended.
+mutants: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/mutants/mutants.py $(if $(MODULE),--module $(MODULE)) $(if $(KEEP),--keep $(KEEP))
 
 memory: $(INSTALLED) $(SMOLLM2)
 	$(BIN)/python benchmarks/claims/memory.py $(if $(SEED),--seed $(SEED)) $(if $(QUICK),--quick)

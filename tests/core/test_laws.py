@@ -377,6 +377,11 @@ def test_message_values_come_in_order_of_first_appearance(states: list[tuple[int
     assert means.tolist() == pytest.approx([math.fsum(own) / len(own) for own in by_message.values()], abs=1e-12)
 
 
+def test_no_states_are_no_messages() -> None:
+    means, sums = divergence.message_values(torch.zeros(0), torch.zeros(0, dtype=torch.long))
+    assert means.shape == sums.shape == (0,)
+
+
 def test_logits_become_a_law_in_fp32_at_their_temperature() -> None:
     logits = torch.tensor([[[3.0, 1.0, -2.0]]], dtype=torch.bfloat16)
     law = divergence.log_law(logits, temperature=0.5)
@@ -740,6 +745,10 @@ def test_the_learning_rate_halves_on_the_radius_only_and_returns() -> None:
         lambda: certificate.published([math.inf], [10]),
         lambda: certificate.published([-0.1], [10]),
         lambda: certificate.published([0.1], [10], gamma=1.0),
+        lambda: certificate.published([0.1], [10], a_max=0.0),
+        lambda: certificate.published([0.1], [10], delta_conf=0.0),
+        lambda: certificate.published([0.1], [10], delta_conf=1.0),
+        lambda: certificate.published([0.1], [10], delta_conf=1.05),
         lambda: certificate.published([0.1], [10], kappas=[math.nan]),
         lambda: certificate.message_bound_amax(0, 0.1, 1.0),
         lambda: certificate.message_bound_span(2, -0.1, 1.0),
@@ -793,17 +802,30 @@ def test_the_terms_of_a_certificate_sum_to_its_bound(
         "bias": "measured",
         "sample": "assumed",
     }
+    assert not any(term.note for term in result.terms if term.basis == "measured")
     values = {term.name: term.value for term in result.terms}
     assert values["gain"] == pytest.approx(sum(k * math.sqrt(d) for k, d in zip(kappas, deltas, strict=True)))
     assert values["curvature"] == pytest.approx(-sum(a * d for a, d in zip(curvatures, deltas, strict=True)))
     assert values["bias"] == pytest.approx(-sum(zetas) / (1 - gamma))
 
 
+@pytest.mark.parametrize("name", ["deltas", "n_episodes", "kappas", "curvatures", "zetas"])
+def test_a_certificate_names_the_input_and_the_step_that_it_cannot_use(name: str) -> None:
+    inputs: dict[str, Sequence[float]] = {"deltas": [0.1, 0.2], "n_episodes": [9, 8]}
+    if name != "n_episodes":  # a whole number is finite
+        with pytest.raises(NonFiniteError, match=rf"^{name}\[1\] is inf"):
+            certificate.published(**inputs | {name: [1.0, math.inf]})  # type: ignore[arg-type]
+    if name != "deltas":
+        three = [1, 2, 3] if name == "n_episodes" else [1.0, 2.0, 3.0]
+        with pytest.raises(DataError, match=f"^3 {name} for 2 deltas"):
+            certificate.published(**inputs | {name: three})  # type: ignore[arg-type]
+
+
 def test_a_certificate_with_an_assumed_term_cannot_be_positive() -> None:
-    def build(bound: float, basis: certificate.Basis) -> certificate.Certificate:
+    def build(bound: float, *bases: certificate.Basis) -> certificate.Certificate:
         return certificate.Certificate(
             kind="measured",
-            terms=(certificate.Term(name="gain", value=bound, basis=basis),),
+            terms=tuple(certificate.Term(name="gain", value=bound, basis=basis) for basis in bases),
             lower_bound=bound,
             is_vacuous=bound <= 0,
             verdict="positive",
@@ -813,9 +835,9 @@ def test_a_certificate_with_an_assumed_term_cannot_be_positive() -> None:
         )
 
     assert build(0.1, "measured").verdict == "positive"
-    for bound, basis in ((0.0, "measured"), (0.1, "assumed")):
+    for bound, *bases in ((0.0, "measured"), (0.1, "assumed"), (0.1, "measured", "assumed")):
         with pytest.raises(DataError, match="cannot be positive"):
-            build(bound, basis)
+            build(bound, *bases)
 
 
 def test_an_agent_that_speaks_once_needs_no_divergence_term() -> None:

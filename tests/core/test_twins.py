@@ -537,7 +537,8 @@ def test_leave_one_out_agrees_with_its_twin(case: tuple[list[float], list[str]])
     rewards, groups = case
     fast = advantages.loo(torch.tensor(rewards, dtype=torch.float64), groups)
     assert all_close(fast.values, slow_advantages.loo(rewards, groups))
-    assert fast.n_groups == len(set(groups))
+    degenerate = len(set(groups)) - slow_advantages.informative_groups(rewards, groups)
+    assert (fast.n_groups, fast.degenerate_groups) == (len(set(groups)), degenerate)
 
 
 @given(case=rewarded())
@@ -545,6 +546,8 @@ def test_the_batch_mean_baseline_agrees_with_its_twin(case: tuple[list[float], l
     rewards, groups = case
     fast = advantages.batch_mean(torch.tensor(rewards, dtype=torch.float64), groups)
     assert all_close(fast.values, slow_advantages.batch_mean(rewards))
+    constant = len(set(rewards)) == 1  # one baseline: every group says nothing, or none
+    assert (fast.n_groups, fast.degenerate_groups) == (len(set(groups)), len(set(groups)) if constant else 0)
 
 
 @given(case=rewarded())
@@ -634,6 +637,59 @@ def test_every_baseline_refuses_a_nan_reward_and_siblings_of_two_teams(
     with pytest.raises(StaleAdvantagesError) as refused:
         estimator(torch.tensor([0.0, 1.0], dtype=torch.float64), list("aa"), teams=teams)
     assert "3" in str(refused.value) and "4" in str(refused.value)
+
+
+def test_baselines_of_float32_rewards_are_computed_in_double_precision() -> None:
+    """A mean rounded to float32 would lie on a reward that it is a little above, or on the wrong side of it."""
+    step = 2.0**-20
+    rewards = torch.tensor([1.0] * 999 + [1.0 + step])
+    fast = advantages.batch_mean(rewards, ["q"] * 1000).values
+    assert fast.dtype == torch.float32 and fast[0].item() == pytest.approx(-step / 1000, rel=1e-6)
+    ulp = 2.0**-23
+    assert advantages.decided_prompts(torch.tensor([1.0, 1.0, 1.0 + ulp]), list("abc")) == 1
+    assert advantages.decided_prompts(torch.tensor([1.0, 1.0 + ulp, 1.0, 1.0]), list("aabb")) == 1
+    weights, truncated = advantages.reuse_weights(torch.tensor([-0.1, 0.2]))
+    assert weights.dtype == truncated.dtype == torch.float64
+    found = advantages.effective_sample_share(torch.tensor([1e4, 1e4 - 1.0]))
+    assert close(found, slow_advantages.effective_sample_share([1.0, math.exp(-1.0)]))
+
+
+def test_the_spread_of_a_group_is_held_off_zero_by_1e_8() -> None:
+    values = advantages.group(torch.tensor([0.0, 2e-8], dtype=torch.float64), ["q"] * 2).values
+    assert values.tolist() == pytest.approx([-0.5, 0.5], rel=1e-9)
+
+
+def test_a_flat_group_is_exactly_zero_to_leave_one_out_too() -> None:
+    found = advantages.loo(torch.tensor([0.1, 0.1, 0.1, 0.0, 1.0], dtype=torch.float64), list("aaabb"))
+    assert found.values.tolist() == [0.0, 0.0, 0.0, -1.0, 1.0]
+    assert (found.n_groups, found.degenerate_groups) == (2, 1)
+
+
+def test_a_prompt_at_the_mean_of_the_batch_is_on_neither_side_of_it() -> None:
+    for rewards in ([1.0, 0.5, 0.25, 0.25], [0.0, 0.5, 0.75, 0.75]):
+        assert advantages.decided_prompts(torch.tensor(rewards, dtype=torch.float64), list("abcd")) == 1
+
+
+@pytest.mark.parametrize("n", range(1, 60))
+def test_equal_weights_are_a_whole_effective_sample_and_no_more(n: int) -> None:
+    share = advantages.effective_sample_share(torch.full((n,), 0.3, dtype=torch.float64))
+    assert share <= 1.0 and close(share, 1.0)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda: advantages.informative_share(-0.01, 4),
+        lambda: advantages.informative_share(1.01, 4),
+        lambda: advantages.informative_share(math.nan, 4),
+        lambda: advantages.informative_share(0.5, 0),
+        lambda: advantages.truncated_trace(*(torch.ones(1),) * 3, gamma=1.0, lam=1.01),
+        lambda: advantages.truncated_trace(*(torch.ones(1),) * 3, gamma=1.01, lam=1.0),
+    ],
+)
+def test_a_share_or_a_discount_outside_its_range_is_refused(ask: Callable[[], object]) -> None:
+    with pytest.raises(ConfigError):
+        ask()
 
 
 def test_leave_one_out_refuses_a_group_of_one() -> None:
