@@ -235,6 +235,10 @@ def test_unequal_advantages_in_one_episode_are_refused_by_the_sequence_ratio() -
     number = torch.tensor([5, 5])
     with pytest.raises(DataError, match="one advantage"):
         losses.sequence(x, x, uneven, mask, episode_B=number, clip=0.2, denominator=1.0)
+    three, own = torch.zeros(3, 2, dtype=F64), torch.tensor([[False, True]] * 3)
+    second = torch.tensor([[0.0, 3.0], [0.0, 1.0], [0.0, 2.0]], dtype=F64)
+    with pytest.raises(DataError, match=r"episode number 1 of this batch has advantages from 1\.0 to 2\.0"):
+        losses.sequence(three, three, second, own, episode_B=torch.tensor([5, 8, 8]), clip=0.2, denominator=1.0)
     apart = losses.sequence(x, x, uneven, mask, episode_B=torch.tensor([5, 6]), clip=0.2, denominator=2.0)
     assert apart.total.item() == -1.5
 
@@ -413,6 +417,7 @@ def look(
     radius_token: float = 0.05,
     radius_message_mean: float = 0.01,
     require_certified: bool = False,
+    scale: float = 1.0,
 ) -> GateRecord:
     n = values.kl_new_old.numel()
     unit = list(range(n)) if units is None else list(units)
@@ -429,6 +434,7 @@ def look(
         radius_token=radius_token,
         radius_message_mean=radius_message_mean,
         require_certified=require_certified,
+        scale=scale,
     )
 
 
@@ -556,7 +562,7 @@ def test_t12_missing_nan_and_misshapen_monitor_inputs_are_errors() -> None:
         trust_region.quantile_point(torch.empty(0), alpha=0.01)
     with pytest.raises(NonFiniteError, match="value 1"):
         trust_region.quantile_point(torch.tensor([0.0, math.nan]), alpha=0.01)
-    with pytest.raises((DataError, TypeCheckError)):
+    with pytest.raises(DataError, match=r"^message has shape \(3,\) for 2 states"):
         look(measured([0.0, 0.1]), units=[0, 0, 1], messages=[0, 0, 0], drawn=[0, 2])
     with pytest.raises((DataError, TypeCheckError)):
         look(measured([0.0, 0.1]), units=[0, 1], messages=[0])
@@ -577,7 +583,13 @@ def test_t12_missing_nan_and_misshapen_monitor_inputs_are_errors() -> None:
         look(measured([0.0, 0.1]), drawn=[])
 
 
-@pytest.mark.parametrize("drawn", [[0], [0, 1], [0, 1, 2], [0, 2, 2], [0, 9], [-1, 2]])
+@pytest.mark.parametrize("drawn", [[-1, 0], [0, 4], [0, 9]])
+def test_a_drawn_state_is_one_of_the_states(drawn: list[int]) -> None:
+    with pytest.raises(DataError, match="outside the 4 states"):
+        look(measured([0.0] * 4), units=[0, 0, 1, 1], drawn=drawn)
+
+
+@pytest.mark.parametrize("drawn", [[0], [0, 1], [0, 1, 2], [0, 2, 2]])
 def test_siblings_never_count_as_independent(drawn: list[int]) -> None:
     with pytest.raises(DataError, match="draw"):
         look(measured([0.0] * 4), units=[0, 0, 1, 1], drawn=drawn)
@@ -593,12 +605,16 @@ def test_siblings_never_count_as_independent(drawn: list[int]) -> None:
         {"alpha": 0.0},
         {"alpha": 1.0},
         {"eta": 0.0},
+        {"eta": 1.0},
         {"looks": 0},
+        {"scale": 0.0},
+        {"scale": 1.01},
     ],
 )
-def test_a_gate_without_a_meaning_is_refused(change: dict[str, float]) -> None:
-    with pytest.raises(ConfigError):
-        look(measured([0.0]), **change)
+def test_a_gate_without_a_meaning_is_refused_by_name(change: dict[str, float]) -> None:
+    (name,) = change
+    with pytest.raises(ConfigError, match=rf"^{name} "):
+        look(measured([0.0]), **change)  # type: ignore[arg-type]
 
 
 # ---- T19: the unit of a quantile is the prompt -------------------------------------------------------------
@@ -723,20 +739,29 @@ def test_the_learning_rate_halves_on_the_radius_only_and_returns() -> None:
     "make",
     [
         lambda: trust_region.next_penalty(0.0, full_step_failed=True, relaxed=False),
+        lambda: trust_region.next_penalty(1.0, full_step_failed=True, relaxed=False, low=0.0),
         lambda: trust_region.next_penalty(11.0, full_step_failed=True, relaxed=False),
         lambda: trust_region.next_penalty(math.nan, full_step_failed=True, relaxed=False),
         lambda: trust_region.next_penalty(1.0, full_step_failed=True, relaxed=True),
         lambda: trust_region.next_lr(1e-3, configured=1e-4, accepted=True, reason=None),
+        lambda: trust_region.next_lr(0.0, configured=1e-4, accepted=True, reason=None),
         lambda: trust_region.next_lr(1e-3, configured=1e-3, accepted=True, reason="radius"),
         lambda: trust_region.next_lr(1e-3, configured=1e-3, accepted=False, reason=None),
         lambda: trust_region.line_search_scales(-1),
         lambda: trust_region.fisher_rao(-0.1, 0.5),
         lambda: trust_region.speed_limit(0.1, 0.5, delta=0.0),
-        lambda: trust_region.greedy_exact_steps(0.1, 1.0, delta=0.05),
+        lambda: trust_region.fisher_rao(0.5, 1.05),
+        *(lambda p=p: trust_region.greedy_exact_steps(0.1, p, delta=0.05) for p in (0.0, 1.0, 1.05)),
+        *(lambda p=p: trust_region.greedy_exact_steps(p, 0.1, delta=0.05) for p in (0.0, 1.0, 1.05)),
         lambda: trust_region.greedy_exact_steps(0.1, 0.5, delta=0.0),
         lambda: trust_region.order_statistic_rank(0, level=0.9, confidence_miss=0.1),
+        lambda: trust_region.order_statistic_rank(9, level=0.0, confidence_miss=0.1),
         lambda: trust_region.certifiable_level(10, confidence_miss=0.0),
+        lambda: trust_region.certifiable_level(0, confidence_miss=0.1),
         lambda: trust_region.units_needed(level=1.0, confidence_miss=0.1),
+        lambda: trust_region.units_needed(level=0.9, confidence_miss=1.05),
+        *(lambda c=c: trust_region.clopper_pearson_upper(0, 9, confidence=c) for c in (0.0, 1.0, 1.05)),
+        *(lambda a=a: trust_region.quantile_point(torch.ones(3), alpha=a) for a in (0.0, 1.0)),
         lambda: trust_region.clopper_pearson_upper(3, 2),
         lambda: trust_region.clopper_pearson_upper(0, 0),
         lambda: certificate.published([], []),
@@ -766,6 +791,9 @@ def test_the_learning_rate_halves_on_the_radius_only_and_returns() -> None:
         lambda: scores.mean_interval([0.5]),
         lambda: scores.mean_interval([0.5, math.nan]),
         lambda: scores.mean_interval([0.5, 0.4], confidence=1.0),
+        lambda: scores.mean_interval([0.5, 0.4], confidence=0.0),
+        lambda: scores.pass_at_k_mean(torch.empty(0, 3), 1),
+        lambda: scores.paired_interval([0.5, math.inf], [0.5, 0.4]),
         lambda: scores.paired_interval([1.0, 0.0], [1.0]),
         lambda: scores.paired_interval([1.0], [1.0]),
     ],
@@ -773,6 +801,22 @@ def test_the_learning_rate_halves_on_the_radius_only_and_returns() -> None:
 def test_what_has_no_answer_is_refused(make: Callable[[], object]) -> None:
     with pytest.raises(BatonError):
         make()
+
+
+def test_the_trust_region_at_the_ends_of_its_ranges() -> None:
+    # One draw is above the median half of the time, which is what a miss rate of a half allows.
+    assert trust_region.order_statistic_rank(1, level=0.5, confidence_miss=0.5) == 1
+    assert trust_region.units_needed(level=0.5, confidence_miss=0.6) == 1
+    assert trust_region.next_penalty(10.0, full_step_failed=True, relaxed=False) == 10.0
+    assert trust_region.shrinkage(2.0, 0.0, 0.5) == (0.0, 0.5, 0.0)
+    assert trust_region.fisher_rao(0.0, 1.0) == pytest.approx(math.pi, rel=1e-12)
+    assert trust_region.greedy_exact_steps(0.3, 0.3, delta=0.05) == 0
+
+
+def test_a_step_that_just_reaches_the_target_is_the_last_one() -> None:
+    delta = 0.75 * math.log(1.5) + 0.25 * math.log(0.5)
+    for radius, steps in ((delta, 1), (math.nextafter(delta, 0.0), 2)):
+        assert trust_region.greedy_exact_steps(0.5, 0.75, delta=radius, direction="new_old") == steps
 
 
 # ---- certificate -------------------------------------------------------------------------------------------
@@ -905,6 +949,16 @@ def test_proportions_have_wilson_intervals_and_other_means_students() -> None:
     mean = scores.mean_interval(values, confidence=0.9)
     low, high = stats.t.interval(0.9, 4, loc=np.mean(values), scale=stats.sem(values))
     assert (mean.low, mean.high) == pytest.approx((low, high)) and mean.method == "student"
+
+
+def test_the_average_of_float32_scores_is_taken_in_double_precision() -> None:
+    correct = torch.tensor([[1.0] * 999 + [1.0 + 2.0**-20]])
+    assert scores.avg_at_n(correct) == pytest.approx(1.0 + 2.0**-20 / 1000, abs=1e-14)
+
+
+def test_an_interval_of_a_share_ends_at_0_and_at_1() -> None:
+    for n in range(1, 60):
+        assert scores.mean_interval([1.0] * n).high == 1.0 and scores.mean_interval([0.0] * n).low == 0.0
 
 
 def test_a_paired_interval_is_about_the_differences() -> None:

@@ -1110,6 +1110,23 @@ def test_equal_gains_share_the_budget_equally_and_the_first_takes_what_is_over(n
     assert over == pytest.approx((0.0625, *(0.05,) * (n - 1)), rel=1e-12)
 
 
+def test_a_budget_of_decimal_quanta_is_not_rounded_down_to_one_less() -> None:
+    assert 0.3 / 0.1 < 3.0
+    assert trust_region.allocate_radius([1.0] * 3, budget=0.3, quantum=0.1, cap=0.3) == (0.1, 0.1, 0.1)
+
+
+def test_the_continuous_radii_of_an_agent_without_a_gain_and_of_huge_gains() -> None:
+    assert trust_region.allocate_radius_continuous([2.0, 0.0], 0.1) == (0.1, 0.0)
+    assert trust_region.allocate_radius_continuous([1e200, 1e200], 0.1) == (0.05, 0.05)
+
+
+def test_a_flat_curvature_is_held_off_zero_by_1e_8() -> None:
+    kappa, _ = trust_region.greedy_gain(
+        torch.tensor([1e-4], dtype=torch.float64), torch.zeros(1, dtype=torch.float64), delta=1.0
+    )
+    assert kappa == pytest.approx(math.sqrt(2.0), rel=1e-9)
+
+
 def test_a_dominant_agent_stops_at_its_cap_and_no_one_is_left_at_zero() -> None:
     delta = trust_region.allocate_radius((100.0, 1.0, 0.0), budget=0.15, quantum=0.0125, cap=0.1)
     assert delta == pytest.approx((0.1, 0.0375, 0.0125))
@@ -1131,7 +1148,10 @@ def test_the_continuous_radii_agree_with_their_twin_and_with_ever_finer_quanta(k
     lambda: trust_region.retry_lr(0.1, 0),
     lambda: trust_region.retry_lr(0.0, 1),
     lambda: trust_region.shrinkage(0.0, 1.0, 0.5),
+    lambda: trust_region.shrinkage(math.inf, 1.0, 0.5),
     lambda: trust_region.shrinkage(1.0, math.nan, 0.5),
+    lambda: trust_region.shrinkage(1.0, math.inf, 0.5),
+    lambda: trust_region.shrinkage(1.0, 1.0, math.inf),
     lambda: trust_region.shrinkage(1.0, 1.0, 0.0),
     lambda: trust_region.greedy_gain(torch.ones(2), torch.ones(2), delta=0.0),
     lambda: trust_region.greedy_gain(torch.tensor([1.0, math.nan]), torch.ones(2), delta=0.1),
@@ -1141,6 +1161,8 @@ def test_the_continuous_radii_agree_with_their_twin_and_with_ever_finer_quanta(k
     lambda: trust_region.allocate_radius([], budget=1.0, quantum=0.1, cap=1.0),
     lambda: trust_region.allocate_radius([1.0, math.nan], budget=1.0, quantum=0.1, cap=1.0),
     lambda: trust_region.allocate_radius([1.0, -1.0], budget=1.0, quantum=0.1, cap=1.0),
+    lambda: trust_region.allocate_radius([1.0, math.inf], budget=1.0, quantum=0.1, cap=1.0),
+    lambda: trust_region.allocate_radius([1.0], budget=1.0, quantum=0.0, cap=1.0),
     lambda: trust_region.allocate_radius([1.0, 1.0], budget=0.1, quantum=0.1, cap=1.0),
     lambda: trust_region.allocate_radius([1.0, 1.0], budget=1.0, quantum=0.1, cap=0.05),
     lambda: trust_region.allocate_radius([1.0, 1.0], budget=1.0, quantum=0.0, cap=1.0),
