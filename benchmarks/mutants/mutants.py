@@ -1,13 +1,14 @@
 """How many small faults, put into the core one at a time, do its tests notice?
 
-    python benchmarks/mutants/mutants.py [--module NAME ...] [--keep DIR] [--list]
+    python benchmarks/mutants/mutants.py [--module NAME ...] [--keep DIR] [--again] [--list]
 
 A mutant is a core module with one change: a comparison with its boundary moved, another operator, a constant a little off,
 a condition turned round, a guard that never raises, a statement left out, a result that is off by one, a minimum for a
 maximum, a method call dropped. Error texts, docstrings, annotations, decorators and imports stay as they are. For each
 mutant a process is forked that imports the changed module and runs the tests that reach the changed lines, fastest first,
-to the first failure. One that none of them notices has survived; `survivors.toml` gives the reason of each. The last line
-is JSON; the exit code is 0 only if the bars hold.
+to the first failure. One that none of them notices has survived; `survivors.toml` gives the reason of each, and what is
+there is counted as a survivor without being run (`--again` runs it). The last line is JSON; the exit code is 0 only if the
+bars hold.
 
 Why not a library: mutmut 3 leaves decorated classes and module constants alone, which here are the objectives, bands and
 limits; cosmic-ray starts a new interpreter, and imports torch, for each mutant.
@@ -32,7 +33,7 @@ import tempfile
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -445,24 +446,42 @@ def copied(tree: Path) -> None:
     shutil.copy(ROOT / "pyproject.toml", tree)
 
 
-def digest() -> str:
-    """SHA-256 of all that decides an outcome: the package, the tests and this script."""
+def digest(tests: Iterable[Path]) -> str:
+    """SHA-256 of what decides an outcome: the package, what tests share, and these tests."""
     found = hashlib.sha256()
-    for path in sorted([*ROOT.glob("src/**/*.py"), *ROOT.glob("tests/**/*.py"), Path(__file__)]):
+    shared = [*ROOT.glob("src/**/*.py"), *ROOT.glob("tests/reference/*.py"), ROOT / "tests" / "conftest.py"]
+    for path in sorted([*shared, *tests]):
         found.update(f"{path.name}:{path.stat().st_size}:".encode())
         found.update(path.read_bytes())
-    return found.hexdigest()
+    return found.hexdigest()[:16]
 
 
-def watched(tree: Path) -> dict[str, Any]:
-    """The tests without a change: all must pass."""
+def watched(tree: Path, state_of: Mapping[str, str], keep: Path | None) -> dict[str, Any]:
+    """What each test reaches of the core and how long it takes, without a change: all must pass."""
+    tests: dict[str, Any] = {"reached": {}, "seconds": {}}
+    stale: list[str] = []
+    for file, state in state_of.items():
+        kept = None if keep is None else keep / f"reached-{state}.json"
+        if kept is not None and kept.exists():
+            for name, own in json.loads(kept.read_text()).items():
+                tests[name] |= own
+        elif file:
+            stale.append(file)
+    if not stale:
+        return tests
     began = time.monotonic()
     gc.freeze()  # what was loaded before the fork is never looked at again
-    found = forked(tree, TESTS, Watcher(), 1800.0)
+    found = forked(tree, stale, Watcher(), 1800.0)
     if not isinstance(found, dict) or found["failed"] or not found["package"].startswith(str(tree)):
         raise SystemExit(f"the tests do not pass as they are: {found if isinstance(found, str) else found['failed']}")
-    print(f"{len(found['seconds'])} tests pass unchanged in {time.monotonic() - began:.0f} s", file=sys.stderr)
-    return found
+    print(f"{len(found['seconds'])} tests pass unchanged in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    for file in stale:
+        own = {name: {at: of for at, of in found[name].items() if at.startswith(f"{file}::")} for name in tests}
+        for name in tests:
+            tests[name] |= own[name]
+        if keep is not None:
+            (keep / f"reached-{state_of[file]}.json").write_text(json.dumps(own))
+    return tests
 
 
 def outcome(tree: Path, mutant: Mutant, tests: Mapping[str, Any], first: str) -> str:
@@ -498,6 +517,7 @@ def main() -> int:
     parser.add_argument(
         "--keep", type=Path, metavar="DIR", help="keep outcomes in DIR; a second call goes on where this ended"
     )
+    parser.add_argument("--again", action="store_true", help="also run mutants that have a reason to survive")
     parser.add_argument("--list", action="store_true", help="print the mutants and run nothing")
     options = parser.parse_args()
     found = {name: mutants(name, (ROOT / CORE / f"{name}.py").read_bytes()) for name in options.module}
@@ -513,31 +533,56 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="baton-mutants-") as name:
         tree = Path(name)
         copied(tree)
-        outcomes = run_all(tree, found, options.keep)
-    return told(found, outcomes)
+        outcomes = run_all(tree, found, options.keep, survivors=() if options.again else reasons())
+    return told(outcomes)
 
 
-def run_all(tree: Path, found: Mapping[str, Sequence[Mutant]], keep: Path | None) -> dict[str, dict[str, str]]:
-    """Module -> mutant -> what noticed it. Outcomes of the same package and tests are kept; others say what to ask first."""
+def reasons() -> dict[str, str]:
+    """Mutant -> why no test notices it."""
+    return {name: entry["why"] for entry in tomllib.loads(REASONS.read_text())["reason"] for name in entry["mutants"]}
+
+
+def run_all(
+    tree: Path, found: Mapping[str, Sequence[Mutant]], keep: Path | None, *, survivors: Container[str]
+) -> dict[str, dict[str, str]]:
+    """Module -> mutant -> what noticed it; `survivors` are counted as such without being run.
+
+    An outcome is kept with the state of what decided it: of the file of the test that noticed the mutant, else of all tests.
+    Where that is another one by now, the outcome says which test to ask first.
+    """
+    files = sorted(path for folder in TESTS for path in (ROOT / folder).glob("*.py"))
+    state_of = {str(path.relative_to(ROOT)): digest([path]) for path in files} | {"": digest(files)}
+
+    def state(noticed: str) -> str:
+        file = noticed.partition("::")[0] if "::" in noticed else ""
+        return state_of.get(file, "")
+
+    known = {(m.module, m.name): "" for own in found.values() for m in own if f"{m.module}.{m.name}" in survivors}
+    asked: dict[tuple[str, str], str] = {}
+    lines: list[str] = []
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
-    state = digest()
-    known: dict[tuple[str, str], str] = {}
-    asked: dict[tuple[str, str], str] = {}
-    file = None if keep is None else keep / "mutants.jsonl"
-    for line in file.read_text().splitlines(keepends=True) if file is not None and file.exists() else ():
-        if line.endswith("\n"):  # one that was torn by a kill is left out
-            at = json.loads(line)
-            (known if at["state"] == state else asked)[at["module"], at["mutant"]] = at["noticed"]
+        if (keep / "mutants.jsonl").exists():
+            lines = [line for line in (keep / "mutants.jsonl").read_text().splitlines(keepends=True) if line.endswith("\n")]
+            # Written anew: a line that was torn by a kill must not swallow the next one.
+            (keep / "mutants.jsonl").write_text("".join(lines))
+    for line in reversed(lines):
+        at = json.loads(line)
+        (known if at["state"] == state(at["noticed"]) else asked).setdefault((at["module"], at["mutant"]), at["noticed"])
     missing = [mutant for own in found.values() for mutant in own if (mutant.module, mutant.name) not in known]
-    tests = watched(tree) if missing else {}
+    # What survived before comes first, since that is what new tests are for, and what was noticed before comes last.
+    before = [asked.get((mutant.module, mutant.name)) for mutant in missing]
+    rank = [2 if noticed else int(noticed is None) for noticed in before]
+    missing = [mutant for _, mutant in sorted(zip(rank, missing, strict=True), key=lambda pair: pair[0])]
+    tests = watched(tree, state_of, keep) if missing else {}
     began = time.monotonic()
     for number, mutant in enumerate(missing, start=1):
         at = mutant.module, mutant.name
         known[at] = noticed = outcome(tree, mutant, tests, asked.get(at, ""))
-        if file is not None:
-            with file.open("a") as stream:
-                stream.write(json.dumps({"state": state, "module": at[0], "mutant": at[1], "noticed": noticed}) + "\n")
+        if keep is not None:
+            with (keep / "mutants.jsonl").open("a") as stream:
+                entry = {"state": state(noticed), "module": at[0], "mutant": at[1], "noticed": noticed}
+                stream.write(json.dumps(entry) + "\n")
         if not noticed or number % 50 == 0:
             what = "survived" if not noticed else "noticed"
             seconds = time.monotonic() - began
@@ -545,9 +590,9 @@ def run_all(tree: Path, found: Mapping[str, Sequence[Mutant]], keep: Path | None
     return {module: {mutant.name: known[module, mutant.name] for mutant in own} for module, own in found.items()}
 
 
-def told(found: Mapping[str, Sequence[Mutant]], outcomes: Mapping[str, Mapping[str, str]]) -> int:
+def told(outcomes: Mapping[str, Mapping[str, str]]) -> int:
     """Print survivors with their reasons, counts of each module, and the last line."""
-    said = {m: entry["why"] for entry in tomllib.loads(REASONS.read_text())["reason"] for m in entry["mutants"]}
+    said = reasons()
     unexplained = 0
     figures: dict[str, dict[str, int]] = {}
     for module, own in outcomes.items():
