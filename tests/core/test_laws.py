@@ -859,6 +859,12 @@ def test_a_certificate_names_the_input_and_the_step_that_it_cannot_use(name: str
     if name != "n_episodes":  # a whole number is finite
         with pytest.raises(NonFiniteError, match=rf"^{name}\[1\] is inf"):
             certificate.published(**inputs | {name: [1.0, math.inf]})  # type: ignore[arg-type]
+    if name == "n_episodes":
+        with pytest.raises(DataError, match=r"^a step of 0 episodes"):
+            certificate.published([0.1, 0.2], [9, 0])
+    if name == "deltas":
+        with pytest.raises(ConfigError, match=r"^radius -0\.2: "):
+            certificate.published([0.1, -0.2], [9, 8])
     if name != "deltas":
         three = [1, 2, 3] if name == "n_episodes" else [1.0, 2.0, 3.0]
         with pytest.raises(DataError, match=f"^3 {name} for 2 deltas"):

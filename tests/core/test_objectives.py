@@ -253,10 +253,10 @@ def test_a_step_without_an_advantage_is_never_dropped_for_its_direction() -> Non
 def test_statistics_of_masks_are_in_double_precision() -> None:
     single = torch.full((1, 2), -0.5)
     assert losses.binary_kl(single, single - 0.1, torch.ones(1, 2, dtype=torch.bool)).dtype == F64
-    # In float32 the mean of these three squares is rounded down onto the limit.
-    x = torch.tensor([[1.0, 1.0, 1.0 + 2.0**-23]])
-    keep = losses.second_moment_mask(x, torch.zeros_like(x), torch.ones(1, 3, dtype=torch.bool), limit=1.0)
-    assert keep.tolist() == [[True, True, False]]
+    # In float32 the sum of these eight squares is rounded to 8, and their mean down onto the limit.
+    x = torch.tensor([[1.0] * 7 + [1.0 + 2.0**-23]])
+    keep = losses.second_moment_mask(x, torch.zeros_like(x), torch.ones(1, 8, dtype=torch.bool), limit=1.0)
+    assert keep.tolist() == [[True] * 7 + [False]]
 
 
 # ---- weight x mask x level against its twin ----------------------------------------------------------------------

@@ -346,6 +346,8 @@ def test_a26_the_counts_are_those_of_the_mask() -> None:
     assert (term.diagnostics["tokens"], term.diagnostics["clipped"]) == (2, 1)
     term, _ = run(sequence, [-1.0, -0.1, 5.0], [-1.0, -2.0, -5.0], [1.0, 1.0, 1.0], [1, 1, 0])
     assert (term.diagnostics["episodes"], term.diagnostics["clipped"]) == (1, 1)
+    term, _ = run(sequence, [-1.0, -1.9], [-1.0, -2.0], [1.0, 1.0], [1, 1])
+    assert (term.diagnostics["episodes"], term.diagnostics["clipped"]) == (1, 0)
 
 
 @pytest.mark.parametrize("denominator", [0.0, 3.0])
