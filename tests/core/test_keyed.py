@@ -135,3 +135,4 @@ def test_a_later_choice_under_a_key_is_that_entry_of_its_uniforms() -> None:
     at = keyed.key("probe", "q")
     uniforms = keyed.uniforms([at], 5)[0]
     assert [keyed.choice(at, 1000, index=i) for i in range(5)] == [int(u * 1000) for u in uniforms]
+    assert keyed.choice(at, 1000) == int(uniforms[0] * 1000) and keyed.uniform(at) == uniforms[0]

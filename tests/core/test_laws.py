@@ -775,7 +775,15 @@ def test_the_learning_rate_halves_on_the_radius_only_and_returns() -> None:
         lambda: certificate.published([0.1], [10], delta_conf=1.0),
         lambda: certificate.published([0.1], [10], delta_conf=1.05),
         lambda: certificate.published([0.1], [10], kappas=[math.nan]),
+        lambda: certificate.published([0.1], [10], gamma=-0.1),
+        lambda: certificate.occupancy_penalty_printed(-0.1, gamma=0.9, a_max=1.0),
+        lambda: certificate.occupancy_penalty_trpo(-0.1, gamma=0.9, a_max=1.0),
         lambda: certificate.message_bound_amax(0, 0.1, 1.0),
+        lambda: certificate.message_bound_amax(2, -0.1, 1.0),
+        lambda: certificate.message_bound_span(0, 0.1, 1.0),
+        lambda: certificate.message_bound_mean([-0.1], 1.0),
+        lambda: certificate.message_bound_mixed([1.05], 0.1, 1.0),
+        lambda: certificate.message_bound_mixed([], 0.1, 1.0),
         lambda: certificate.message_bound_span(2, -0.1, 1.0),
         lambda: certificate.message_bound_mean([1.5], 1.0),
         lambda: certificate.message_bound_mean([], 1.0),
@@ -813,6 +821,11 @@ def test_the_trust_region_at_the_ends_of_its_ranges() -> None:
     assert trust_region.greedy_exact_steps(0.3, 0.3, delta=0.05) == 0
 
 
+def test_a_radius_below_the_smallest_step_is_refused_and_not_tried_for_ever() -> None:
+    with pytest.raises(ConfigError, match=r"no step of double precision fits inside it at probability 0\.5"):
+        trust_region.greedy_exact_steps(0.5, 0.9, delta=1e-40)
+
+
 def test_a_step_that_just_reaches_the_target_is_the_last_one() -> None:
     delta = 0.75 * math.log(1.5) + 0.25 * math.log(0.5)
     for radius, steps in ((delta, 1), (math.nextafter(delta, 0.0), 2)):
@@ -838,6 +851,7 @@ def test_the_terms_of_a_certificate_sum_to_its_bound(
     assert result.lower_bound == pytest.approx(math.fsum(term.value for term in result.terms), rel=1e-12)
     assert result.is_vacuous == (result.lower_bound <= 0.0)
     assert (result.verdict, result.reason, result.n) == ("void", "assumed_term", min(n))
+    assert result.confidence == 0.95
     basis = {term.name: term.basis for term in result.terms}
     assert basis == {
         "gain": "measured",
@@ -893,6 +907,13 @@ def test_a_certificate_with_an_assumed_term_cannot_be_positive() -> None:
 def test_an_agent_that_speaks_once_needs_no_divergence_term() -> None:
     assert certificate.message_bound_amax(1, 0.5, 1.0) == certificate.message_bound_span(1, 0.5, 1.0) == 0.0
     assert certificate.message_bound_mean([0.4], 1.0) == certificate.message_bound_mixed([0.4], 0.3, 1.0) == 0.0
+
+
+def test_the_ends_of_a_mean_variation_and_no_divergence_at_all_are_allowed() -> None:
+    assert certificate.message_bound_mean([0.0, 1.0], 1.0) == 0.0 and certificate.message_bound_mean([1.0, 0.0], 1.0) == 2.0
+    assert (
+        certificate.message_bound_amax(2, 0.0, 1.0) == certificate.occupancy_penalty_trpo(0.0, gamma=0.0, a_max=1.0) == 0.0
+    )
 
 
 def test_message_bounds_at_the_values_of_the_specification() -> None:
