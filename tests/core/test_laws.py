@@ -824,6 +824,9 @@ def test_the_trust_region_at_the_ends_of_its_ranges() -> None:
 def test_a_radius_below_the_smallest_step_is_refused_and_not_tried_for_ever() -> None:
     with pytest.raises(ConfigError, match=r"no step of double precision fits inside it at probability 0\.5"):
         trust_region.greedy_exact_steps(0.5, 0.9, delta=1e-40)
+    for delta in (0.0, -1.0, math.nan):
+        with pytest.raises(ConfigError, match=rf"^radius {delta}: need a number of nats > 0$"):
+            trust_region.greedy_exact_steps(0.1, 0.5, delta=delta)
 
 
 def test_a_step_that_just_reaches_the_target_is_the_last_one() -> None:

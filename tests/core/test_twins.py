@@ -1168,6 +1168,8 @@ def test_the_continuous_radii_agree_with_their_twin_and_with_ever_finer_quanta(k
     lambda: trust_region.allocate_radius([1.0, 1.0], budget=1.0, quantum=0.0, cap=1.0),
     lambda: trust_region.allocate_radius_continuous([0.0, 0.0], 0.1),
     lambda: trust_region.allocate_radius_continuous([1.0], 0.0),
+    lambda: trust_region.allocate_radius_continuous([], 0.1),
+    lambda: trust_region.allocate_radius_continuous([1.0, -1.0], 0.1),
 ])  # fmt: skip
 def test_an_allocation_or_a_retry_without_a_meaning_is_refused(ask: Callable[[], object]) -> None:
     with pytest.raises(BatonError):
