@@ -6,6 +6,7 @@ SEED ?=
 SEEDS ?=
 QUICK ?=
 KEEP ?=
+MODULE ?=
 WORKERS ?= 2
 
 BIN := $(VENV)/bin
@@ -18,7 +19,7 @@ CLAIMS := conflict drift sat_ablation order gate_audit team_vs_one sizes
 # What baton is timed against, each in an environment of its own: peers pin other libraries.
 PEERS := .peers
 
-.PHONY: install quickstart smollm2 memory test lint drills claims replay-gap peers speed clean
+.PHONY: install quickstart smollm2 memory test lint drills claims replay-gap peers speed mutants clean
 .DEFAULT_GOAL := test
 
 install: $(INSTALLED) $(SMOLLM2)
@@ -57,6 +58,10 @@ claims: $(INSTALLED)
 	@failed=0; for claim in $(CLAIMS); do \
 		echo "== $$claim"; $(BIN)/python benchmarks/claims/$$claim.py $(CLAIM) $(if $(KEEP),--keep $(KEEP)/$$claim) || failed=1; \
 	done; exit $$failed
+
+# MODULE="losses scores" takes these modules of the core only; KEEP=DIR goes on where it was ended.
+mutants: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/mutants/mutants.py $(if $(MODULE),--module $(MODULE)) $(if $(KEEP),--keep $(KEEP))
 
 memory: $(INSTALLED) $(SMOLLM2)
 	$(BIN)/python benchmarks/claims/memory.py $(if $(SEED),--seed $(SEED)) $(if $(QUICK),--quick)

@@ -104,7 +104,18 @@ def test_make_has_every_target_that_the_pages_name() -> None:
         m for page in PAGES for m in re.findall(r"(?:^|`)make ([a-z0-9-]+)", page.read_text(encoding="utf-8"), re.MULTILINE)
     }
     assert named <= targets
-    assert targets >= {"install", "quickstart", "smollm2", "test", "lint", "drills", "claims", "replay-gap", "clean"}
+    assert targets >= {
+        "install",
+        "quickstart",
+        "smollm2",
+        "test",
+        "lint",
+        "drills",
+        "claims",
+        "mutants",
+        "replay-gap",
+        "clean",
+    }
 
 
 def test_exit_codes_of_the_readme_are_the_command_lines() -> None:

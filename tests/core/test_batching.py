@@ -103,6 +103,8 @@ def test_rows_are_right_padded_in_their_order() -> None:
     assert batch.ids.tolist() == [[0, 1, 0, 0], [0, 1, 2, 3], [0, 1, 2, 0]]
     assert batch.mask.tolist()[0] == [False, True, False, False]
     assert batch.versions.tolist()[0] == [-1, 0, -1, -1]
+    assert batch.behavior_logprobs.tolist()[0] == [0.0, -1.0, 0.0, 0.0]
+    assert batch.behavior_logprobs.dtype == torch.float32
     assert batch.lengths.tolist() == [2, 4, 3] and batch.episode.tolist() == [0, 1, 1]
     assert (batch.episode_ids, batch.groups, batch.temperature) == (("x", "y", "y"), ("q",) * 3, 0.7)
     assert (batch.n_act, batch.n_episodes) == (6, 2)
@@ -115,7 +117,11 @@ X, Y = rows([("x", "q", 2), ("y", "q", 3)])
     ("make", "error", "names"),
     [
         (lambda: batching.token_batch([], temperature=1.0), MissingError, "no trajectories"),
-        (lambda: batching.token_batch([X, replace(Y, mask=(False,) * 3)], temperature=1.0), MissingError, "y"),
+        (
+            lambda: batching.token_batch([X, replace(Y, mask=(False,) * 3)], temperature=1.0),
+            MissingError,
+            "episode y, segment 0 of",
+        ),
         (lambda: batching.token_batch([X, replace(Y, versions=(0,))], temperature=1.0), MissingError, "y"),
         (lambda: batching.token_batch([X, replace(Y, agent="b")], temperature=1.0), DataError, "'a'"),
         (lambda: batching.token_batch([X, Y, X], temperature=1.0), DataError, "x"),

@@ -72,7 +72,9 @@ def test_dis_is_the_gradient_of_its_loss_with_the_weights_held(seed: int) -> Non
 def test_likelihood_reads_no_behavior_policy() -> None:
     logp, _, advantage = inputs(2)
     assert gradcheck(lambda x: losses.likelihood(x, advantage, MASK, denominator=6.0).total, (logp,))
-    (gradient,) = torch.autograd.grad(losses.likelihood(logp, advantage, MASK, denominator=6.0).total, logp)
+    term = losses.likelihood(logp, advantage, MASK, denominator=6.0)
+    assert term.diagnostics == {"tokens": 6.0}
+    (gradient,) = torch.autograd.grad(term.total, logp)
     assert torch.allclose(gradient, torch.where(MASK, -advantage / 6.0, 0.0))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 import random
@@ -92,9 +93,15 @@ def test_addresses_are_typed_and_cannot_run_into_each_other() -> None:
     assert keyed.key("a", 1) == keyed.key("a", 1)
 
 
-def test_purposes_have_distinct_names() -> None:
+def test_an_address_has_the_same_key_for_ever() -> None:
+    """A run goes on after a crash, and is checked by others, with the draws that it began with."""
+    assert keyed.key("order", 3) == hashlib.sha256(b"s5:orderi1:3").digest()[:20]
+    assert keyed.key("\u00e9", -1) == hashlib.sha256(b"s2:\xc3\xa9i2:-1").digest()[:20]
+
+
+def test_purposes_have_the_names_that_runs_were_drawn_with() -> None:
     purposes = [keyed.ORDER, keyed.PROMPTS, keyed.SAMPLE, keyed.PROBE, keyed.PAIRS, keyed.ROUND]
-    assert len(set(purposes)) == 6
+    assert purposes == ["order", "prompts", "sample", "probe", "pairs", "round"]
 
 
 def test_every_word_of_a_key_matters() -> None:
@@ -128,3 +135,4 @@ def test_a_later_choice_under_a_key_is_that_entry_of_its_uniforms() -> None:
     at = keyed.key("probe", "q")
     uniforms = keyed.uniforms([at], 5)[0]
     assert [keyed.choice(at, 1000, index=i) for i in range(5)] == [int(u * 1000) for u in uniforms]
+    assert keyed.choice(at, 1000) == int(uniforms[0] * 1000) and keyed.uniform(at) == uniforms[0]

@@ -235,6 +235,10 @@ def test_unequal_advantages_in_one_episode_are_refused_by_the_sequence_ratio() -
     number = torch.tensor([5, 5])
     with pytest.raises(DataError, match="one advantage"):
         losses.sequence(x, x, uneven, mask, episode_B=number, clip=0.2, denominator=1.0)
+    three, own = torch.zeros(3, 2, dtype=F64), torch.tensor([[False, True]] * 3)
+    second = torch.tensor([[0.0, 3.0], [0.0, 1.0], [0.0, 2.0]], dtype=F64)
+    with pytest.raises(DataError, match=r"episode number 1 of this batch has advantages from 1\.0 to 2\.0"):
+        losses.sequence(three, three, second, own, episode_B=torch.tensor([5, 8, 8]), clip=0.2, denominator=1.0)
     apart = losses.sequence(x, x, uneven, mask, episode_B=torch.tensor([5, 6]), clip=0.2, denominator=2.0)
     assert apart.total.item() == -1.5
 
@@ -377,6 +381,11 @@ def test_message_values_come_in_order_of_first_appearance(states: list[tuple[int
     assert means.tolist() == pytest.approx([math.fsum(own) / len(own) for own in by_message.values()], abs=1e-12)
 
 
+def test_no_states_are_no_messages() -> None:
+    means, sums = divergence.message_values(torch.zeros(0), torch.zeros(0, dtype=torch.long))
+    assert means.shape == sums.shape == (0,)
+
+
 def test_logits_become_a_law_in_fp32_at_their_temperature() -> None:
     logits = torch.tensor([[[3.0, 1.0, -2.0]]], dtype=torch.bfloat16)
     law = divergence.log_law(logits, temperature=0.5)
@@ -408,6 +417,7 @@ def look(
     radius_token: float = 0.05,
     radius_message_mean: float = 0.01,
     require_certified: bool = False,
+    scale: float = 1.0,
 ) -> GateRecord:
     n = values.kl_new_old.numel()
     unit = list(range(n)) if units is None else list(units)
@@ -424,6 +434,7 @@ def look(
         radius_token=radius_token,
         radius_message_mean=radius_message_mean,
         require_certified=require_certified,
+        scale=scale,
     )
 
 
@@ -551,7 +562,7 @@ def test_t12_missing_nan_and_misshapen_monitor_inputs_are_errors() -> None:
         trust_region.quantile_point(torch.empty(0), alpha=0.01)
     with pytest.raises(NonFiniteError, match="value 1"):
         trust_region.quantile_point(torch.tensor([0.0, math.nan]), alpha=0.01)
-    with pytest.raises((DataError, TypeCheckError)):
+    with pytest.raises(DataError, match=r"^message has shape \(3,\) for 2 states"):
         look(measured([0.0, 0.1]), units=[0, 0, 1], messages=[0, 0, 0], drawn=[0, 2])
     with pytest.raises((DataError, TypeCheckError)):
         look(measured([0.0, 0.1]), units=[0, 1], messages=[0])
@@ -572,7 +583,13 @@ def test_t12_missing_nan_and_misshapen_monitor_inputs_are_errors() -> None:
         look(measured([0.0, 0.1]), drawn=[])
 
 
-@pytest.mark.parametrize("drawn", [[0], [0, 1], [0, 1, 2], [0, 2, 2], [0, 9], [-1, 2]])
+@pytest.mark.parametrize("drawn", [[-1, 0], [0, 4], [0, 9]])
+def test_a_drawn_state_is_one_of_the_states(drawn: list[int]) -> None:
+    with pytest.raises(DataError, match="outside the 4 states"):
+        look(measured([0.0] * 4), units=[0, 0, 1, 1], drawn=drawn)
+
+
+@pytest.mark.parametrize("drawn", [[0], [0, 1], [0, 1, 2], [0, 2, 2]])
 def test_siblings_never_count_as_independent(drawn: list[int]) -> None:
     with pytest.raises(DataError, match="draw"):
         look(measured([0.0] * 4), units=[0, 0, 1, 1], drawn=drawn)
@@ -588,12 +605,16 @@ def test_siblings_never_count_as_independent(drawn: list[int]) -> None:
         {"alpha": 0.0},
         {"alpha": 1.0},
         {"eta": 0.0},
+        {"eta": 1.0},
         {"looks": 0},
+        {"scale": 0.0},
+        {"scale": 1.01},
     ],
 )
-def test_a_gate_without_a_meaning_is_refused(change: dict[str, float]) -> None:
-    with pytest.raises(ConfigError):
-        look(measured([0.0]), **change)
+def test_a_gate_without_a_meaning_is_refused_by_name(change: dict[str, float]) -> None:
+    (name,) = change
+    with pytest.raises(ConfigError, match=rf"^{name} "):
+        look(measured([0.0]), **change)  # type: ignore[arg-type]
 
 
 # ---- T19: the unit of a quantile is the prompt -------------------------------------------------------------
@@ -718,20 +739,29 @@ def test_the_learning_rate_halves_on_the_radius_only_and_returns() -> None:
     "make",
     [
         lambda: trust_region.next_penalty(0.0, full_step_failed=True, relaxed=False),
+        lambda: trust_region.next_penalty(1.0, full_step_failed=True, relaxed=False, low=0.0),
         lambda: trust_region.next_penalty(11.0, full_step_failed=True, relaxed=False),
         lambda: trust_region.next_penalty(math.nan, full_step_failed=True, relaxed=False),
         lambda: trust_region.next_penalty(1.0, full_step_failed=True, relaxed=True),
         lambda: trust_region.next_lr(1e-3, configured=1e-4, accepted=True, reason=None),
+        lambda: trust_region.next_lr(0.0, configured=1e-4, accepted=True, reason=None),
         lambda: trust_region.next_lr(1e-3, configured=1e-3, accepted=True, reason="radius"),
         lambda: trust_region.next_lr(1e-3, configured=1e-3, accepted=False, reason=None),
         lambda: trust_region.line_search_scales(-1),
         lambda: trust_region.fisher_rao(-0.1, 0.5),
         lambda: trust_region.speed_limit(0.1, 0.5, delta=0.0),
-        lambda: trust_region.greedy_exact_steps(0.1, 1.0, delta=0.05),
+        lambda: trust_region.fisher_rao(0.5, 1.05),
+        *(lambda p=p: trust_region.greedy_exact_steps(0.1, p, delta=0.05) for p in (0.0, 1.0, 1.05)),
+        *(lambda p=p: trust_region.greedy_exact_steps(p, 0.1, delta=0.05) for p in (0.0, 1.0, 1.05)),
         lambda: trust_region.greedy_exact_steps(0.1, 0.5, delta=0.0),
         lambda: trust_region.order_statistic_rank(0, level=0.9, confidence_miss=0.1),
+        lambda: trust_region.order_statistic_rank(9, level=0.0, confidence_miss=0.1),
         lambda: trust_region.certifiable_level(10, confidence_miss=0.0),
+        lambda: trust_region.certifiable_level(0, confidence_miss=0.1),
         lambda: trust_region.units_needed(level=1.0, confidence_miss=0.1),
+        lambda: trust_region.units_needed(level=0.9, confidence_miss=1.05),
+        *(lambda c=c: trust_region.clopper_pearson_upper(0, 9, confidence=c) for c in (0.0, 1.0, 1.05)),
+        *(lambda a=a: trust_region.quantile_point(torch.ones(3), alpha=a) for a in (0.0, 1.0)),
         lambda: trust_region.clopper_pearson_upper(3, 2),
         lambda: trust_region.clopper_pearson_upper(0, 0),
         lambda: certificate.published([], []),
@@ -740,8 +770,20 @@ def test_the_learning_rate_halves_on_the_radius_only_and_returns() -> None:
         lambda: certificate.published([math.inf], [10]),
         lambda: certificate.published([-0.1], [10]),
         lambda: certificate.published([0.1], [10], gamma=1.0),
+        lambda: certificate.published([0.1], [10], a_max=0.0),
+        lambda: certificate.published([0.1], [10], delta_conf=0.0),
+        lambda: certificate.published([0.1], [10], delta_conf=1.0),
+        lambda: certificate.published([0.1], [10], delta_conf=1.05),
         lambda: certificate.published([0.1], [10], kappas=[math.nan]),
+        lambda: certificate.published([0.1], [10], gamma=-0.1),
+        lambda: certificate.occupancy_penalty_printed(-0.1, gamma=0.9, a_max=1.0),
+        lambda: certificate.occupancy_penalty_trpo(-0.1, gamma=0.9, a_max=1.0),
         lambda: certificate.message_bound_amax(0, 0.1, 1.0),
+        lambda: certificate.message_bound_amax(2, -0.1, 1.0),
+        lambda: certificate.message_bound_span(0, 0.1, 1.0),
+        lambda: certificate.message_bound_mean([-0.1], 1.0),
+        lambda: certificate.message_bound_mixed([1.05], 0.1, 1.0),
+        lambda: certificate.message_bound_mixed([], 0.1, 1.0),
         lambda: certificate.message_bound_span(2, -0.1, 1.0),
         lambda: certificate.message_bound_mean([1.5], 1.0),
         lambda: certificate.message_bound_mean([], 1.0),
@@ -757,6 +799,9 @@ def test_the_learning_rate_halves_on_the_radius_only_and_returns() -> None:
         lambda: scores.mean_interval([0.5]),
         lambda: scores.mean_interval([0.5, math.nan]),
         lambda: scores.mean_interval([0.5, 0.4], confidence=1.0),
+        lambda: scores.mean_interval([0.5, 0.4], confidence=0.0),
+        lambda: scores.pass_at_k_mean(torch.empty(0, 3), 1),
+        lambda: scores.paired_interval([0.5, math.inf], [0.5, 0.4]),
         lambda: scores.paired_interval([1.0, 0.0], [1.0]),
         lambda: scores.paired_interval([1.0], [1.0]),
     ],
@@ -764,6 +809,30 @@ def test_the_learning_rate_halves_on_the_radius_only_and_returns() -> None:
 def test_what_has_no_answer_is_refused(make: Callable[[], object]) -> None:
     with pytest.raises(BatonError):
         make()
+
+
+def test_the_trust_region_at_the_ends_of_its_ranges() -> None:
+    # One draw is above the median half of the time, which is what a miss rate of a half allows.
+    assert trust_region.order_statistic_rank(1, level=0.5, confidence_miss=0.5) == 1
+    assert trust_region.units_needed(level=0.5, confidence_miss=0.6) == 1
+    assert trust_region.next_penalty(10.0, full_step_failed=True, relaxed=False) == 10.0
+    assert trust_region.shrinkage(2.0, 0.0, 0.5) == (0.0, 0.5, 0.0)
+    assert trust_region.fisher_rao(0.0, 1.0) == pytest.approx(math.pi, rel=1e-12)
+    assert trust_region.greedy_exact_steps(0.3, 0.3, delta=0.05) == 0
+
+
+def test_a_radius_below_the_smallest_step_is_refused_and_not_tried_for_ever() -> None:
+    with pytest.raises(ConfigError, match=r"no step of double precision fits inside it at probability 0\.5"):
+        trust_region.greedy_exact_steps(0.5, 0.9, delta=1e-40)
+    for delta in (0.0, -1.0, math.nan):
+        with pytest.raises(ConfigError, match=rf"^radius {delta}: need a number of nats > 0$"):
+            trust_region.greedy_exact_steps(0.1, 0.5, delta=delta)
+
+
+def test_a_step_that_just_reaches_the_target_is_the_last_one() -> None:
+    delta = 0.75 * math.log(1.5) + 0.25 * math.log(0.5)
+    for radius, steps in ((delta, 1), (math.nextafter(delta, 0.0), 2)):
+        assert trust_region.greedy_exact_steps(0.5, 0.75, delta=radius, direction="new_old") == steps
 
 
 # ---- certificate -------------------------------------------------------------------------------------------
@@ -785,6 +854,7 @@ def test_the_terms_of_a_certificate_sum_to_its_bound(
     assert result.lower_bound == pytest.approx(math.fsum(term.value for term in result.terms), rel=1e-12)
     assert result.is_vacuous == (result.lower_bound <= 0.0)
     assert (result.verdict, result.reason, result.n) == ("void", "assumed_term", min(n))
+    assert result.confidence == 0.95
     basis = {term.name: term.basis for term in result.terms}
     assert basis == {
         "gain": "measured",
@@ -793,17 +863,36 @@ def test_the_terms_of_a_certificate_sum_to_its_bound(
         "bias": "measured",
         "sample": "assumed",
     }
+    assert not any(term.note for term in result.terms if term.basis == "measured")
     values = {term.name: term.value for term in result.terms}
     assert values["gain"] == pytest.approx(sum(k * math.sqrt(d) for k, d in zip(kappas, deltas, strict=True)))
     assert values["curvature"] == pytest.approx(-sum(a * d for a, d in zip(curvatures, deltas, strict=True)))
     assert values["bias"] == pytest.approx(-sum(zetas) / (1 - gamma))
 
 
+@pytest.mark.parametrize("name", ["deltas", "n_episodes", "kappas", "curvatures", "zetas"])
+def test_a_certificate_names_the_input_and_the_step_that_it_cannot_use(name: str) -> None:
+    inputs: dict[str, Sequence[float]] = {"deltas": [0.1, 0.2], "n_episodes": [9, 8]}
+    if name != "n_episodes":  # a whole number is finite
+        with pytest.raises(NonFiniteError, match=rf"^{name}\[1\] is inf"):
+            certificate.published(**inputs | {name: [1.0, math.inf]})  # type: ignore[arg-type]
+    if name == "n_episodes":
+        with pytest.raises(DataError, match=r"^a step of 0 episodes"):
+            certificate.published([0.1, 0.2], [9, 0])
+    if name == "deltas":
+        with pytest.raises(ConfigError, match=r"^radius -0\.2: "):
+            certificate.published([0.1, -0.2], [9, 8])
+    if name != "deltas":
+        three = [1, 2, 3] if name == "n_episodes" else [1.0, 2.0, 3.0]
+        with pytest.raises(DataError, match=f"^3 {name} for 2 deltas"):
+            certificate.published(**inputs | {name: three})  # type: ignore[arg-type]
+
+
 def test_a_certificate_with_an_assumed_term_cannot_be_positive() -> None:
-    def build(bound: float, basis: certificate.Basis) -> certificate.Certificate:
+    def build(bound: float, *bases: certificate.Basis) -> certificate.Certificate:
         return certificate.Certificate(
             kind="measured",
-            terms=(certificate.Term(name="gain", value=bound, basis=basis),),
+            terms=tuple(certificate.Term(name="gain", value=bound, basis=basis) for basis in bases),
             lower_bound=bound,
             is_vacuous=bound <= 0,
             verdict="positive",
@@ -813,14 +902,21 @@ def test_a_certificate_with_an_assumed_term_cannot_be_positive() -> None:
         )
 
     assert build(0.1, "measured").verdict == "positive"
-    for bound, basis in ((0.0, "measured"), (0.1, "assumed")):
+    for bound, *bases in ((0.0, "measured"), (0.1, "assumed"), (0.1, "measured", "assumed")):
         with pytest.raises(DataError, match="cannot be positive"):
-            build(bound, basis)
+            build(bound, *bases)
 
 
 def test_an_agent_that_speaks_once_needs_no_divergence_term() -> None:
     assert certificate.message_bound_amax(1, 0.5, 1.0) == certificate.message_bound_span(1, 0.5, 1.0) == 0.0
     assert certificate.message_bound_mean([0.4], 1.0) == certificate.message_bound_mixed([0.4], 0.3, 1.0) == 0.0
+
+
+def test_the_ends_of_a_mean_variation_and_no_divergence_at_all_are_allowed() -> None:
+    assert certificate.message_bound_mean([0.0, 1.0], 1.0) == 0.0 and certificate.message_bound_mean([1.0, 0.0], 1.0) == 2.0
+    assert (
+        certificate.message_bound_amax(2, 0.0, 1.0) == certificate.occupancy_penalty_trpo(0.0, gamma=0.0, a_max=1.0) == 0.0
+    )
 
 
 def test_message_bounds_at_the_values_of_the_specification() -> None:
@@ -883,6 +979,16 @@ def test_proportions_have_wilson_intervals_and_other_means_students() -> None:
     mean = scores.mean_interval(values, confidence=0.9)
     low, high = stats.t.interval(0.9, 4, loc=np.mean(values), scale=stats.sem(values))
     assert (mean.low, mean.high) == pytest.approx((low, high)) and mean.method == "student"
+
+
+def test_the_average_of_float32_scores_is_taken_in_double_precision() -> None:
+    correct = torch.tensor([[1.0] * 999 + [1.0 + 2.0**-20]])
+    assert scores.avg_at_n(correct) == pytest.approx(1.0 + 2.0**-20 / 1000, abs=1e-14)
+
+
+def test_an_interval_of_a_share_ends_at_0_and_at_1() -> None:
+    for n in range(1, 60):
+        assert scores.mean_interval([1.0] * n).high == 1.0 and scores.mean_interval([0.0] * n).low == 0.0
 
 
 def test_a_paired_interval_is_about_the_differences() -> None:

@@ -224,6 +224,41 @@ def test_equal_second_moments_stay_or_go_together() -> None:
     assert not losses.second_moment_mask(x, x, nothing, limit=0.04).any()
 
 
+def test_a_mask_keeps_what_is_exactly_at_its_limit() -> None:
+    half, three_quarters = (torch.tensor([[p]], dtype=F64).log() for p in (0.5, 0.75))
+    one, up = torch.ones(1, 1, dtype=torch.bool), torch.ones(1, 1, dtype=F64)
+    assert float(three_quarters.exp() - half.exp()) == 0.25
+    d = float(losses.binary_kl(three_quarters, half, one))
+    for limit, kept in ((0.25, True), (math.nextafter(0.25, 0.0), False)):
+        for form in ("directional", "symmetric"):
+            rule = ProbabilityDifference(limit=limit, form=form)
+            assert bool(losses.dppo_mask(three_quarters, half, up, one, rule=rule)) == kept
+    for limit, kept in ((d, True), (math.nextafter(d, 0.0), False)):
+        assert bool(losses.dppo_mask(three_quarters, half, up, one, rule=BinaryKl(limit=limit))) == kept
+        trusted = losses.sequence_trust_mask(three_quarters, half, one, episode_B=torch.tensor([4]), limit=limit)
+        assert bool(trusted) == kept
+    x = torch.tensor([[0.0, 0.5]], dtype=F64)
+    both = torch.ones(1, 2, dtype=torch.bool)
+    for limit, kept in ((0.125, [True, True]), (0.124, [True, False])):
+        assert losses.second_moment_mask(x, torch.zeros_like(x), both, limit=limit).tolist() == [kept]
+
+
+def test_a_step_without_an_advantage_is_never_dropped_for_its_direction() -> None:
+    up, down, own = torch.tensor([[-0.1]], dtype=F64), torch.tensor([[-3.0]], dtype=F64), torch.ones(1, 1, dtype=torch.bool)
+    for now, then in ((up, down), (down, up)):
+        for rule in (ProbabilityDifference(), BinaryKl()):
+            assert bool(losses.dppo_mask(now, then, torch.zeros(1, 1, dtype=F64), own, rule=rule))
+
+
+def test_statistics_of_masks_are_in_double_precision() -> None:
+    single = torch.full((1, 2), -0.5)
+    assert losses.binary_kl(single, single - 0.1, torch.ones(1, 2, dtype=torch.bool)).dtype == F64
+    # In float32 the sum of these eight squares is rounded to 8, and their mean down onto the limit.
+    x = torch.tensor([[1.0] * 7 + [1.0 + 2.0**-23]])
+    keep = losses.second_moment_mask(x, torch.zeros_like(x), torch.ones(1, 8, dtype=torch.bool), limit=1.0)
+    assert keep.tolist() == [[True] * 7 + [False]]
+
+
 # ---- weight x mask x level against its twin ----------------------------------------------------------------------
 
 
@@ -387,6 +422,8 @@ def test_a_cap_bounds_the_ratio_and_counts_what_it_bounded() -> None:
 @pytest.mark.parametrize("make", [
     lambda: losses.Is(cap=0.5),
     lambda: losses.Is(cap=math.nan),
+    lambda: losses.Is(cap=math.inf),
+    lambda: losses.Band(low=0.2, high=1.0),
     lambda: losses.Gspo(clip=1.0),
     lambda: Objective(weight=losses.Is(), penalty=0.0, mask=SecondMoment(limit=0.0)),
     lambda: Objective(weight=losses.Is(), penalty=0.0, mask=BinaryKl(limit=math.nan)),
@@ -395,6 +432,20 @@ def test_a_cap_bounds_the_ratio_and_counts_what_it_bounded() -> None:
 def test_a_number_without_a_meaning_is_refused(make: Callable[[], object]) -> None:
     with pytest.raises(ConfigError):
         make()
+
+
+def test_the_ends_of_what_has_a_meaning_are_allowed() -> None:
+    assert losses.Is(cap=1.0).cap == 1.0
+    assert Band(low=0.0, high=1.05).low == 0.0
+
+
+def test_weights_and_masks_begin_with_the_published_numbers() -> None:
+    assert losses.Ppo().clip == losses.Gspo().clip == losses.SequenceRatio().clip == 0.2
+    assert losses.Is().cap is None
+    assert ProbabilityDifference() == ProbabilityDifference(limit=0.15, form="directional")
+    assert (BinaryKl().limit, SecondMoment().limit, SequenceTrust().limit) == (0.05, 0.04, 3e-3)
+    bands = {"tight": (0.8, 1.25), "reasoning": (0.7, 6.0), "coding": (0.2, 4.0)}
+    assert {name: (band.low, band.high) for name, band in losses.BANDS.items()} == bands
 
 
 # ---- T23: every preset against its one line -----------------------------------------------------------------------

@@ -72,6 +72,14 @@ def scored(rows: list[Trajectory], values: dict[str, float]) -> AdvantageBatch:
 # ---- A04, A05 ----------------------------------------------------------------------------------------------
 
 
+def test_a04_the_lowest_temperature_is_scored_and_what_is_below_it_is_not() -> None:
+    assert divergence.log_law(torch.tensor([[0.0, 1e-2]]), temperature=0.01)[0].exp().tolist() == pytest.approx(
+        [1.0 / (1.0 + math.e), math.e / (1.0 + math.e)], rel=1e-5
+    )
+    with pytest.raises(ConfigError, match=r"need a finite number >= 0\.01$"):
+        divergence.log_law(torch.zeros(1, 2), temperature=0.0099)
+
+
 @pytest.mark.parametrize("temperature", [0.0, -1.0, 1e-6, math.nan, math.inf])
 def test_a04_a_temperature_that_cannot_be_scored_is_refused(temperature: float) -> None:
     with pytest.raises(ConfigError, match="temperature"):
@@ -338,6 +346,8 @@ def test_a26_the_counts_are_those_of_the_mask() -> None:
     assert (term.diagnostics["tokens"], term.diagnostics["clipped"]) == (2, 1)
     term, _ = run(sequence, [-1.0, -0.1, 5.0], [-1.0, -2.0, -5.0], [1.0, 1.0, 1.0], [1, 1, 0])
     assert (term.diagnostics["episodes"], term.diagnostics["clipped"]) == (1, 1)
+    term, _ = run(sequence, [-1.0, -1.9], [-1.0, -2.0], [1.0, 1.0], [1, 1])
+    assert (term.diagnostics["episodes"], term.diagnostics["clipped"]) == (1, 0)
 
 
 @pytest.mark.parametrize("denominator", [0.0, 3.0])
@@ -392,10 +402,10 @@ def test_t24_siblings_of_different_teams_are_refused_and_both_are_named() -> Non
     rewards = torch.tensor([1.0, 0.0])
     mixed = [{"solver": 3, "critic": 1}, {"solver": 4, "critic": 1}]
     for baseline in (advantages.group, advantages.loo):
-        with pytest.raises(StaleAdvantagesError, match=r"solver@3.*solver@4"):
+        with pytest.raises(StaleAdvantagesError, match=r"team \(solver@3, critic@1\) and of team \(solver@4, critic@1\);"):
             baseline(rewards, ["q", "q"], teams=mixed)
     assert advantages.group(rewards, ["q", "r"], teams=mixed).n_groups == 2
-    with pytest.raises(StaleAdvantagesError, match="the batch"):
+    with pytest.raises(StaleAdvantagesError, match=r"^the batch mixes"):
         advantages.batch_mean(rewards, ["q", "r"], teams=mixed)
 
 

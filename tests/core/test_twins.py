@@ -537,7 +537,8 @@ def test_leave_one_out_agrees_with_its_twin(case: tuple[list[float], list[str]])
     rewards, groups = case
     fast = advantages.loo(torch.tensor(rewards, dtype=torch.float64), groups)
     assert all_close(fast.values, slow_advantages.loo(rewards, groups))
-    assert fast.n_groups == len(set(groups))
+    degenerate = len(set(groups)) - slow_advantages.informative_groups(rewards, groups)
+    assert (fast.n_groups, fast.degenerate_groups) == (len(set(groups)), degenerate)
 
 
 @given(case=rewarded())
@@ -545,6 +546,8 @@ def test_the_batch_mean_baseline_agrees_with_its_twin(case: tuple[list[float], l
     rewards, groups = case
     fast = advantages.batch_mean(torch.tensor(rewards, dtype=torch.float64), groups)
     assert all_close(fast.values, slow_advantages.batch_mean(rewards))
+    constant = len(set(rewards)) == 1  # one baseline: every group says nothing, or none
+    assert (fast.n_groups, fast.degenerate_groups) == (len(set(groups)), len(set(groups)) if constant else 0)
 
 
 @given(case=rewarded())
@@ -634,6 +637,59 @@ def test_every_baseline_refuses_a_nan_reward_and_siblings_of_two_teams(
     with pytest.raises(StaleAdvantagesError) as refused:
         estimator(torch.tensor([0.0, 1.0], dtype=torch.float64), list("aa"), teams=teams)
     assert "3" in str(refused.value) and "4" in str(refused.value)
+
+
+def test_baselines_of_float32_rewards_are_computed_in_double_precision() -> None:
+    """A mean rounded to float32 would lie on a reward that it is a little above, or on the wrong side of it."""
+    step = 2.0**-20
+    rewards = torch.tensor([1.0] * 999 + [1.0 + step])
+    fast = advantages.batch_mean(rewards, ["q"] * 1000).values
+    assert fast.dtype == torch.float32 and fast[0].item() == pytest.approx(-step / 1000, rel=1e-6)
+    ulp = 2.0**-23
+    assert advantages.decided_prompts(torch.tensor([1.0, 1.0, 1.0 + ulp]), list("abc")) == 1
+    assert advantages.decided_prompts(torch.tensor([1.0, 1.0 + ulp, 1.0, 1.0]), list("aabb")) == 1
+    weights, truncated = advantages.reuse_weights(torch.tensor([-0.1, 0.2]))
+    assert weights.dtype == truncated.dtype == torch.float64
+    found = advantages.effective_sample_share(torch.tensor([1e4, 1e4 - 1.0]))
+    assert close(found, slow_advantages.effective_sample_share([1.0, math.exp(-1.0)]))
+
+
+def test_the_spread_of_a_group_is_held_off_zero_by_1e_8() -> None:
+    values = advantages.group(torch.tensor([0.0, 2e-8], dtype=torch.float64), ["q"] * 2).values
+    assert values.tolist() == pytest.approx([-0.5, 0.5], rel=1e-9)
+
+
+def test_a_flat_group_is_exactly_zero_to_leave_one_out_too() -> None:
+    found = advantages.loo(torch.tensor([0.1, 0.1, 0.1, 0.0, 1.0], dtype=torch.float64), list("aaabb"))
+    assert found.values.tolist() == [0.0, 0.0, 0.0, -1.0, 1.0]
+    assert (found.n_groups, found.degenerate_groups) == (2, 1)
+
+
+def test_a_prompt_at_the_mean_of_the_batch_is_on_neither_side_of_it() -> None:
+    for rewards in ([1.0, 0.5, 0.25, 0.25], [0.0, 0.5, 0.75, 0.75]):
+        assert advantages.decided_prompts(torch.tensor(rewards, dtype=torch.float64), list("abcd")) == 1
+
+
+@pytest.mark.parametrize("n", range(1, 60))
+def test_equal_weights_are_a_whole_effective_sample_and_no_more(n: int) -> None:
+    share = advantages.effective_sample_share(torch.full((n,), 0.3, dtype=torch.float64))
+    assert share <= 1.0 and close(share, 1.0)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda: advantages.informative_share(-0.01, 4),
+        lambda: advantages.informative_share(1.01, 4),
+        lambda: advantages.informative_share(math.nan, 4),
+        lambda: advantages.informative_share(0.5, 0),
+        lambda: advantages.truncated_trace(*(torch.ones(1),) * 3, gamma=1.0, lam=1.01),
+        lambda: advantages.truncated_trace(*(torch.ones(1),) * 3, gamma=1.01, lam=1.0),
+    ],
+)
+def test_a_share_or_a_discount_outside_its_range_is_refused(ask: Callable[[], object]) -> None:
+    with pytest.raises(ConfigError):
+        ask()
 
 
 def test_leave_one_out_refuses_a_group_of_one() -> None:
@@ -1054,6 +1110,23 @@ def test_equal_gains_share_the_budget_equally_and_the_first_takes_what_is_over(n
     assert over == pytest.approx((0.0625, *(0.05,) * (n - 1)), rel=1e-12)
 
 
+def test_a_budget_of_decimal_quanta_is_not_rounded_down_to_one_less() -> None:
+    assert 0.3 / 0.1 < 3.0
+    assert trust_region.allocate_radius([1.0] * 3, budget=0.3, quantum=0.1, cap=0.3) == (0.1, 0.1, 0.1)
+
+
+def test_the_continuous_radii_of_an_agent_without_a_gain_and_of_huge_gains() -> None:
+    assert trust_region.allocate_radius_continuous([2.0, 0.0], 0.1) == (0.1, 0.0)
+    assert trust_region.allocate_radius_continuous([1e200, 1e200], 0.1) == (0.05, 0.05)
+
+
+def test_a_flat_curvature_is_held_off_zero_by_1e_8() -> None:
+    kappa, _ = trust_region.greedy_gain(
+        torch.tensor([1e-4], dtype=torch.float64), torch.zeros(1, dtype=torch.float64), delta=1.0
+    )
+    assert kappa == pytest.approx(math.sqrt(2.0), rel=1e-9)
+
+
 def test_a_dominant_agent_stops_at_its_cap_and_no_one_is_left_at_zero() -> None:
     delta = trust_region.allocate_radius((100.0, 1.0, 0.0), budget=0.15, quantum=0.0125, cap=0.1)
     assert delta == pytest.approx((0.1, 0.0375, 0.0125))
@@ -1075,7 +1148,10 @@ def test_the_continuous_radii_agree_with_their_twin_and_with_ever_finer_quanta(k
     lambda: trust_region.retry_lr(0.1, 0),
     lambda: trust_region.retry_lr(0.0, 1),
     lambda: trust_region.shrinkage(0.0, 1.0, 0.5),
+    lambda: trust_region.shrinkage(math.inf, 1.0, 0.5),
     lambda: trust_region.shrinkage(1.0, math.nan, 0.5),
+    lambda: trust_region.shrinkage(1.0, math.inf, 0.5),
+    lambda: trust_region.shrinkage(1.0, 1.0, math.inf),
     lambda: trust_region.shrinkage(1.0, 1.0, 0.0),
     lambda: trust_region.greedy_gain(torch.ones(2), torch.ones(2), delta=0.0),
     lambda: trust_region.greedy_gain(torch.tensor([1.0, math.nan]), torch.ones(2), delta=0.1),
@@ -1085,11 +1161,15 @@ def test_the_continuous_radii_agree_with_their_twin_and_with_ever_finer_quanta(k
     lambda: trust_region.allocate_radius([], budget=1.0, quantum=0.1, cap=1.0),
     lambda: trust_region.allocate_radius([1.0, math.nan], budget=1.0, quantum=0.1, cap=1.0),
     lambda: trust_region.allocate_radius([1.0, -1.0], budget=1.0, quantum=0.1, cap=1.0),
+    lambda: trust_region.allocate_radius([1.0, math.inf], budget=1.0, quantum=0.1, cap=1.0),
+    lambda: trust_region.allocate_radius([1.0], budget=1.0, quantum=0.0, cap=1.0),
     lambda: trust_region.allocate_radius([1.0, 1.0], budget=0.1, quantum=0.1, cap=1.0),
     lambda: trust_region.allocate_radius([1.0, 1.0], budget=1.0, quantum=0.1, cap=0.05),
     lambda: trust_region.allocate_radius([1.0, 1.0], budget=1.0, quantum=0.0, cap=1.0),
     lambda: trust_region.allocate_radius_continuous([0.0, 0.0], 0.1),
     lambda: trust_region.allocate_radius_continuous([1.0], 0.0),
+    lambda: trust_region.allocate_radius_continuous([], 0.1),
+    lambda: trust_region.allocate_radius_continuous([1.0, -1.0], 0.1),
 ])  # fmt: skip
 def test_an_allocation_or_a_retry_without_a_meaning_is_refused(ask: Callable[[], object]) -> None:
     with pytest.raises(BatonError):

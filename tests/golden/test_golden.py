@@ -43,6 +43,8 @@ def test_g1_the_band_is_strict_and_rejected_tokens_stay_in_the_denominator() -> 
     assert term.total.item() == close((-0.8 * math.log(0.8) - 2.0 * math.log(2.0)) / 4.0)
     counts = {name: term.diagnostics[name] for name in ("tokens", "kept", "rejected_low", "rejected_high")}
     assert counts == {"tokens": 4.0, "kept": 2.0, "rejected_low": 1.0, "rejected_high": 1.0}
+    as_mask = losses.band_mask(logp, row(0, 0, 0, 0), ALL, band=losses.REASONING)
+    assert as_mask.tolist() == [[False, True, True, False]]
 
 
 def test_g7_the_clip_of_the_sequence_ratio_in_log_space() -> None:

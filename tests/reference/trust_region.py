@@ -201,6 +201,8 @@ def retry(beta: float, lr: float, r: int) -> tuple[float, float]:
 def greedy_gain(gradient: Sequence[float], fisher: Sequence[float], *, delta: float, eps: float) -> float:
     """max sum_p g_p x_p over sum_p (f_p + eps) x_p^2 / 2 <= delta: by Lagrange, x = t g/(f + eps), t at the boundary."""
     direction = [g / (f + eps) for g, f in zip(gradient, fisher, strict=True)]
+    longest = max(map(abs, direction)) or 1.0
+    direction = [x / longest for x in direction]  # any length will do, and the square of a tiny one would be 0
     size = math.fsum((f + eps) * x * x for f, x in zip(fisher, direction, strict=True)) / 2.0
     if size == 0.0:
         return 0.0
