@@ -912,6 +912,17 @@ def test_an_agent_that_speaks_once_needs_no_divergence_term() -> None:
     assert certificate.message_bound_mean([0.4], 1.0) == certificate.message_bound_mixed([0.4], 0.3, 1.0) == 0.0
 
 
+def test_a_bound_of_exactly_zero_is_vacuous() -> None:
+    cost = -certificate.published([1.0], [10], gamma=0.0).lower_bound
+    result = certificate.published([1.0], [10], gamma=0.0, kappas=[cost])
+    assert cost > 0.0 and result.lower_bound == 0.0 and result.is_vacuous
+
+
+def test_a_mean_variation_that_is_none_is_refused_by_its_turn() -> None:
+    with pytest.raises(DataError, match=r"^abar of own turn 2 is 1\.5"):
+        certificate.message_bound_mean([0.5, 1.5], 1.0)
+
+
 def test_the_ends_of_a_mean_variation_and_no_divergence_at_all_are_allowed() -> None:
     assert certificate.message_bound_mean([0.0, 1.0], 1.0) == 0.0 and certificate.message_bound_mean([1.0, 0.0], 1.0) == 2.0
     assert (
