@@ -27,7 +27,7 @@ SHORT_RUN = ("stages=1", "episodes=8", "min_informative=1")
 QUICK = [
     *(f"agents.{i}.warm_start.{key}" for i in range(3) for key in SHORT_START),
     *(f"algorithm.{key}" for key in SHORT_RUN),
-    *("gate.probe_prompts=4", "eval.episodes=8"),
+    *("gate.probe_prompts=4", "eval.episodes=8", "env.prompts=40"),
 ]
 
 
