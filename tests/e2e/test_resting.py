@@ -102,6 +102,12 @@ def test_at_most_one_learner_is_in_memory_and_none_while_the_team_plays(
     run.train(worlds.relay("engine.resting=disk", "algorithm.stages=2"), run=tmp_path / "run")
     assert counts == {"play": {0}, "step": {1}, "floor": {1}}
     counts["play"].clear(), crews.clear()
+    counting(LocalLearner, "score_gradients", "score")
+    counts["score"] = set()
+    measured = worlds.relay("engine.resting=disk", "algorithm.stages=2", "algorithm.order=greedy")
+    run.train(measured, run=tmp_path / "measured")
+    assert counts == {"play": {0}, "step": {1}, "floor": {1}, "score": {1}}
+    counts["play"].clear(), crews.clear()
     run.train(worlds.relay("engine.resting=keep", "algorithm.stages=2"), run=tmp_path / "kept")
     assert 2 in counts["play"]
 

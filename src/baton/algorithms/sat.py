@@ -387,6 +387,7 @@ async def plan_stage(world: World, position: Position, stage: int) -> tuple[Stag
             else update_order(options.order, agents, seed=world.seed, stage=stage, gains=gains)
         )
         return StagePlan(order=order, radii=radii, gains={}), ()
+    world.journal.rest()
     prompts = max(1, options.ordering_episodes // world.group)
     collected = await collect(
         world, position.team, (stage - 1) * prompts, stage=stage, who="order", prompts=prompts, slots={}
