@@ -4,7 +4,8 @@
 
 Trains configs/smollm2.toml, once a seed, and measures each team on held-out prompts beside its own start (paired), the
 proven caps, each seat replaced by chance, and the baselines; then configs/smollm2_gym.toml, the same team on a family of
-reasoning-gym, once. The last line is JSON; the exit code is 0 only if all bars hold. `--quick` shows that the relay runs.
+reasoning-gym, once. The last line is JSON; the exit code is 0 only if all bars hold. `--quick` shows that the relay runs, in
+little memory and few files: adapters learn in two of its seats.
 `--keep DIR` keeps the runs with every promoted version (6 GB a seed), for `baton verify`; a second call goes on where the
 first was ended.
 """
@@ -23,11 +24,12 @@ SINGLE_CALL = 0.25
 
 MINUTES = 10.0
 SHORT_START = ("steps=2", "batch=4", "demonstrations=40", "held_out=8")
-SHORT_RUN = ("stages=1", "episodes=8", "min_informative=1")
+SHORT_RUN = ("stages=1", "episodes=8", "min_informative=1", "inner_steps=1")
 QUICK = [
     *(f"agents.{i}.warm_start.{key}" for i in range(3) for key in SHORT_START),
     *(f"algorithm.{key}" for key in SHORT_RUN),
-    *("gate.probe_prompts=4", "eval.episodes=8", "env.prompts=40"),
+    *("gate.probe_prompts=4", "eval.episodes=8", "env.prompts=28"),
+    *("agents.1.adapter=lora", "agents.2.adapter=lora"),
 ]
 
 

@@ -88,6 +88,10 @@ class Crew(Protocol):
         """The same as weights, in the dtype that is served."""
         ...
 
+    def fits(self, agent: AgentId, folder: Path) -> bool:
+        """The folder's weights can be published for this agent: it holds the same model, however trained."""
+        ...
+
 
 class LocalCrew:
     """PyTorch models on this machine."""
@@ -115,7 +119,7 @@ class LocalCrew:
             )
             for name in learners
         }
-        sizes = {name: models.describe(_whole(folders[name])).parameters for name in learners}
+        sizes = {name: models.describe(adapters.whole(folders[name])).parameters for name in learners}
         self.leaving = frozenset(name for name in learners if leaves(config, sizes[name]))
 
     @property
@@ -145,6 +149,9 @@ class LocalCrew:
             # A frozen agent is kept as it came.
             tensors = {name: tensor.to(self.serve_dtype) for name, tensor in tensors.items()}
         return weights_of(tensors)
+
+    def fits(self, agent: AgentId, folder: Path) -> bool:
+        return codec_of(folder) is self.sampler.codec(agent)
 
 
 class TableCrew:
@@ -180,6 +187,9 @@ class TableCrew:
     def load(self, folder: Path) -> Weights:
         return weights_of(self.stored(folder))
 
+    def fits(self, agent: AgentId, folder: Path) -> bool:
+        return True
+
 
 def weights_of(tensors: Mapping[str, Tensor]) -> Weights:
     """Tensors as weights, with their checksums."""
@@ -207,17 +217,12 @@ def devices_of(config: Config) -> dict[AgentId, torch.device]:
     }
 
 
-def _whole(folder: Path) -> Path:
-    """The folder of the model, where this one holds an adapter of it."""
-    return adapters.base_of(folder) if adapters.is_adapter(folder) else folder
-
-
 def _loaded(config: Config, folders: Mapping[AgentId, Path]) -> dict[torch.device, list[int]]:
     """Parameters of each model that these folders put on each device; a base that adapters share counts once."""
     devices = devices_of(config)
     found: dict[torch.device, dict[Path | AgentId, Path]] = {}
     for name, folder in folders.items():
-        whole = _whole(folder)
+        whole = adapters.whole(folder)
         found.setdefault(devices[name], {})[name if whole == folder else whole] = whole
     return {device: [models.describe(folder).parameters for folder in place.values()] for device, place in found.items()}
 
@@ -672,18 +677,18 @@ def set_threads(config: Config, parameters: Mapping[AgentId, int]) -> int:
     else:
         threads = config.engine.threads
     torch.set_num_threads(threads)
-    if max(parameters.values(), default=0) < 5_000_000:
-        _keep_memory()
+    _keep_memory()
     return threads
 
 
 def _keep_memory() -> None:
-    """Tell glibc to keep freed memory: a tiny model's steps are so short that giving pages back and taking them again
-    costs a fifth of them. Elsewhere (other libc's, other systems) nothing happens."""
+    """Tell glibc to keep freed memory: giving pages back and taking them again costs a fifth of a step, of a tiny model or
+    of a large one. Elsewhere (other libc's, other systems) nothing happens."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
         trim, top_pad, mmap = -1, -2, -3  # M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD of malloc.h
-        for option, size in ((mmap, 1 << 25), (trim, 1 << 30), (top_pad, 1 << 26)):
+        # An embedding's gradient has to come from the heap as well; -1 is never.
+        for option, size in ((mmap, 1 << 30), (trim, -1), (top_pad, 1 << 26)):
             mallopt(option, size)
 
 

@@ -317,7 +317,7 @@ class Bench:
         self.results: list[Result] = []
         self.messages = len(plan.seats) * plan.protocol.own_turns
         self._pool = assemble.grader_pool(plan)
-        self._loaded: tuple[dict[AgentId, Path], Crew] | None = None
+        self._loaded: tuple[tuple[AgentId | None, ...], dict[AgentId, Path], Crew] | None = None
 
     def close(self) -> None:
         if self._pool is not None:
@@ -433,19 +433,25 @@ class Bench:
         return complete(run())
 
     def _crew(self, folders: Mapping[AgentId, Path], everyone: AgentId | None) -> Crew:
-        """These agents, loaded; those of the measurement before are kept where they are the same."""
-        if self._loaded is None or self._loaded[0] != folders:
-            self._loaded = None  # two teams need twice the memory
+        """These agents, loaded; where the measurement before had the same models, only the weights that differ are."""
+        before: Mapping[AgentId, Path] = {}
+        loaded = None
+        if self._loaded is not None and self._loaded[0] == (everyone, *folders):
+            before, loaded = self._loaded[1:]
+        self._loaded = None  # two teams need twice the memory
+        if loaded is None or not all(loaded.fits(agent, folder) for agent, folder in folders.items()):
+            before, loaded = {}, None  # let go before the next is made
             loaded = assemble.crew(_only(self.plan.config, list(folders), everyone), folders, learners=[])
 
-            async def publish() -> None:
-                for agent, folder in folders.items():
+        async def publish() -> None:
+            for agent, folder in folders.items():
+                if before.get(agent) != folder:
                     version = records.version_of(folder)
                     await loaded.sampler.publish(agent, "promoted", loaded.load(folder), version)
 
-            complete(publish())
-            self._loaded = (dict(folders), loaded)
-        return self._loaded[1]
+        complete(publish())
+        self._loaded = ((everyone, *folders), dict(folders), loaded)
+        return loaded
 
     def row(self, result: Result, team: Result | None = None) -> Row:
         """A result as a line, paired with the team's where it is given; without a value where every episode failed."""

@@ -56,6 +56,7 @@ from baton.types import (
     TokenBatch,
     Trajectory,
     Turn,
+    Weights,
 )
 from baton.warm_start import WarmStartRecord
 
@@ -159,26 +160,17 @@ async def _train_with(pool: GraderPool | None, threads: int, plan: Plan, run: Ru
     reporter.say(f"loading {len(config.agents)} agents: {models}")
     crew = assemble.crew(config, folders, learners=names)
     files = dict(run.files) if started is not None else dict[AgentId, Record]()
-    for name in names:
-        if started is None:
-            files[name] = _write_start(run, crew, name)
-            put_to_rest(run, crew, {name: files[name]})
-        else:
-            if files[name]["training"] is not None:
-                records.check_training(run.path / files[name]["training"])
-            crew.rest(name, partial(saved_state, run, crew, name, files[name]))
+    for name in names if started is not None else ():
+        if files[name]["training"] is not None:
+            records.check_training(run.path / files[name]["training"])
+        crew.rest(name, partial(saved_state, run, crew, name, files[name]))
         weights = crew.load(run.path / files[name]["weights"])
-        if started is not None and weights.fingerprint != (promoted := run.fingerprint(name)):
+        if weights.fingerprint != (promoted := run.fingerprint(name)):
             raise RunError(
                 f"{run.path / files[name]['weights']} is damaged: its tensors are not those that were promoted (fingerprint "
                 f"{weights.fingerprint[:12]}, recorded {promoted[:12]}); restore it from a copy of the run"
             )
         await crew.sampler.publish(name, "promoted", weights, team.member(name).version)
-        if config.algorithm.name == "independent":
-            await crew.sampler.publish(name, "start", crew.load(run.folder(name, 0)), 0)
-    for name in plan.local if started is None else ():
-        if name not in names:
-            files[name] = _copy_start(run, crew, name)
     trackers = Trackers(config.track, run.path, say=reporter.say)
     try:
         table = assemble.table(plan, crew.sampler, pool)
@@ -189,11 +181,14 @@ async def _train_with(pool: GraderPool | None, threads: int, plan: Plan, run: Ru
         journal = RunJournal(run, plan, crew, reporter, trackers, stop, next_versions)
         trainees = _trainees(plan, crew)
         if started is None:
-            started = await _first_record(run, plan, crew, table, trainees, team, files, warm, threads, reporter, stop)
+            started = await _first_record(run, plan, crew, table, trainees, team, warm, threads, stop)
             records.append_record(journal_file, started)
         elif lines[-1] is not started:
             records.append_record(journal_file, {"kind": "resume", **facts(config, threads), "time": time.time()})
             _compare_facts(started, facts(config, threads), reporter)
+        if config.algorithm.name == "independent":
+            for name in names:
+                await crew.sampler.publish(name, "start", crew.load(run.folder(name, 0)), 0)
         catch_up(run, trainees, config.algorithm.name)
         journal.points = [(True, started["files"])]
         journal.points += [
@@ -227,10 +222,9 @@ async def _train_with(pool: GraderPool | None, threads: int, plan: Plan, run: Ru
         trackers.finish()
 
 
-def _write_start(run: Run, crew: Crew, agent: AgentId) -> Record:
+def _write_start(run: Run, crew: Crew, agent: AgentId, weights: Weights) -> Record:
     """Version 0 of an agent on disk, and the files that it is."""
     learner, folder = crew.learners[agent], run.path / records.version_folder(agent, 0)
-    weights = learner.weights()
     records.write_folder(folder, lambda partial: crew.save(agent, partial, weights))
     training: str | None = None
     if not crew.serves_masters(agent):
@@ -297,18 +291,17 @@ async def _first_record(
     table: Table,
     trainees: Mapping[AgentId, Trainee],
     team: Team,
-    files: Mapping[AgentId, Record],
     warm: Mapping[AgentId, tuple[WarmStartRecord, bool]],
     threads: int,
-    reporter: Reporter,
     stop: Stop,
 ) -> Record:
-    """The start accuracy, the noise floors: all that a run decides once."""
+    """Version 0 of everybody, the start accuracy, the noise floors: all that a run decides once."""
     config = plan.config
 
     def tick() -> None:
         stop.check()
 
+    # The sampler was made of the very folders that version 0 is written from.
     plays = start_plays(plan)
     episodes = await table.play(plays, address=start_address(plan), versions=team.versions, tick=tick)
     rows = records.episode_rows(episodes, use="start", prompts={p.task.id: p.task.prompt for p in plays})
@@ -319,11 +312,23 @@ async def _first_record(
         raise BatonError(f"all {len(episodes)} episodes of the start failed: {sorted(reasons)[0]}")
     accuracy = sum(scored) / len(scored)
     floors: dict[AgentId, dict[str, float]] = {}
+    files: dict[AgentId, Record] = {}
+    fingerprints: dict[AgentId, str] = {}
     for index, seat in enumerate(plan.seats):
-        if seat.agent in trainees:
+        name = seat.agent
+        if name in trainees:
             rows = await _own_words(plan, table, index, episodes, [p.task for p in plays])
-            floors[seat.agent] = _floor(seat, trainees[seat.agent], crew, rows)
-            put_to_rest(run, crew, {seat.agent: files[seat.agent]})
+            floors[name] = _floor(seat, trainees[name], crew, rows)
+            weights = crew.learners[name].weights()
+            files[name] = _write_start(run, crew, name, weights)
+            await crew.sampler.publish(name, "promoted", weights, team.member(name).version)
+            put_to_rest(run, crew, {name: files[name]})
+        elif name in plan.local:
+            files[name] = _copy_start(run, crew, name)
+            weights = crew.load(run.path / files[name]["weights"])
+        else:
+            continue
+        fingerprints[name] = weights.fingerprint
     position = Position(
         team=team,
         agents={name: AgentState(beta=config.algorithm.penalty.start, lr=trainee.lr) for name, trainee in trainees.items()},
@@ -346,8 +351,8 @@ async def _first_record(
         "facts": dict(plan.env.facts(len(plan.seats))),
         "is_repeatable": all(seat.speaker is None for seat in plan.seats),
         "episodes_file": START_EPISODES,
-        "fingerprints": {name: crew.load(run.path / f["weights"]).fingerprint for name, f in files.items()},
-        "files": dict(files),
+        "fingerprints": fingerprints,
+        "files": files,
         "position": records.position_record(position),
     }
 

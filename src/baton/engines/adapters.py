@@ -66,6 +66,11 @@ def is_adapter(folder: Path) -> bool:
     return (folder / CONFIG).is_file()
 
 
+def whole(folder: Path) -> Path:
+    """The folder of the model, where this one holds an adapter of it."""
+    return base_of(folder) if is_adapter(folder) else folder
+
+
 def base_of(folder: Path) -> Path:
     """The folder of the base that an adapter was made for.
 

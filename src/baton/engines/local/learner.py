@@ -31,8 +31,9 @@ from baton.errors import DataError, MissingError, NonFiniteError
 from baton.types import AdvantageBatch, AgentId, Snapshot, StepReport, TokenBatch, TokenDivergence, Weights
 
 GIVES_BACK_FROM = 20_000_000
-"""Parameters of the network from which memory freed before and in a step goes back to the system: the allocator would keep
-most of it (0.8 GB at 135M) beside what is taken next."""
+"""Parameters of the network from which memory freed before a learner is made, and before its first step, goes back to the
+system: the allocator would keep most of it (0.8 GB at 135M) beside what is taken next. Steps after it take again what the
+step before took."""
 
 
 class LocalLearner:
@@ -59,6 +60,10 @@ class LocalLearner:
         device: torch.device | str = "cpu",
         bases: Bases | None = None,
     ) -> None:
+        # What its predecessor left, before memory is taken for this one.
+        self._gives_back = models.describe(adapters.whole(folder)).parameters >= GIVES_BACK_FROM
+        if self._gives_back:
+            give_back()
         self.agent = agent
         self.folder = folder
         self.compute = compute
@@ -75,7 +80,6 @@ class LocalLearner:
         self._masters = self._train.masters()
         self._serve = self._train
         self._head_copy: tuple[Tensor, Tensor | None] | None = None
-        self._is_large = sum(p.numel() for p in self._train.model.parameters()) >= GIVES_BACK_FROM
         if serve_dtype != torch.float32 and not is_adapter:
             self._serve = Net(folder, dtype=serve_dtype, device=self.device)
             self._serve.model.requires_grad_(False)
@@ -136,7 +140,9 @@ class LocalLearner:
         denominator = objective.denominator(tokens)
         keep_BT = self._keep(batch, objective) if objective.needs_batch else None
         places = laws.state_places(tokens)
-        self._give_back()
+        if self._gives_back:
+            give_back()
+            self._gives_back = False
         self._optimizer.zero_grad(set_to_none=True)
         loss = 0.0
         diagnostics: Counter[str] = Counter()
@@ -175,7 +181,6 @@ class LocalLearner:
         for name, tensor in self._masters.items():
             if not bool(torch.isfinite(tensor).all()):
                 raise NonFiniteError(f"weight {name} of '{self.agent}' is not finite after the step; restore the snapshot")
-        self._give_back()
         return StepReport(loss=loss, grad_norm=norm, diagnostics=dict(diagnostics))
 
     def score_gradients(self, batch: AdvantageBatch) -> tuple[Float[Tensor, " P"], Float[Tensor, " P"]]:
@@ -312,18 +317,19 @@ class LocalLearner:
                     "exp_avg_sq": snapshot.moments[f"exp_avg_sq.{name}"].to(self.device, copy=True),
                 }
 
-    def _give_back(self) -> None:
-        """Free pages of the heap go back to the system (glibc's; elsewhere nothing happens)."""
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if self._is_large and sys.platform == "linux" else None
-        if trim is not None:
-            trim(0)
-
     @torch.no_grad()
     def _round(self) -> None:
         self._head_copy = None
         if self._serve is not self._train:
             for name, tensor in self._serve.model.named_parameters():
                 tensor.copy_(self._masters[name])
+
+
+def give_back() -> None:
+    """Free pages of the heap go back to the system (glibc's; elsewhere nothing happens)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 def noise_floor(learner: LocalLearner, batch: TokenBatch) -> tuple[float, float]:

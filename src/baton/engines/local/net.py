@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -147,8 +148,14 @@ def unembed(
 
 def _forbidden(folder: Path, *, rows: int) -> Bool[Tensor, " V"]:
     """Vocabulary rows that the tokenizer has no token for (padding of the matrix)."""
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    known = [i for i in tokenizer.get_vocab(with_added_tokens=True).values() if i < rows]
+    return _without_token((folder / "tokenizer.json").read_bytes(), rows)
+
+
+@lru_cache(maxsize=8)
+def _without_token(tokenizer: bytes, rows: int) -> Bool[Tensor, " V"]:
+    """The same from a tokenizer file's content, which a team's agents share."""
+    vocabulary = Tokenizer.from_buffer(tokenizer).get_vocab(with_added_tokens=True)
+    known = [i for i in vocabulary.values() if i < rows]
     forbidden = torch.ones(rows, dtype=torch.bool)
     forbidden[known] = False
     return forbidden
