@@ -343,6 +343,10 @@ def check_names(config: Config, *, root: Path) -> None:
             load_dialogues(root / agent.warm_start.source)
 
 
+FEWEST_PROMPTS = 64
+"""Distinct prompts that pairs are drawn from (ALGORITHMS 2.12)."""
+
+
 def prompt_sets(config: Config, env: Env) -> Splits:
     """The four prompt sets of a config; touches no model.
 
@@ -357,7 +361,7 @@ def prompt_sets(config: Config, env: Env) -> Splits:
         seed=config.seed,
         train_prompts_needed=a.episodes // smallest_group * (trained if a.shares_episodes else 1),
         probe_needed=config.gate.probe_prompts,
-        certify_needed=0,
+        certify_needed=FEWEST_PROMPTS if config.certificate.update_pairs or config.certificate.stage_pairs else 0,
     )
 
 

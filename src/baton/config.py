@@ -25,6 +25,7 @@ from baton.algorithms.options import (
     LATER_BASELINES,
     LATER_PRESETS,
     RADII,
+    CertificateOptions,
     GateOptions,
     SatOptions,
 )
@@ -138,12 +139,10 @@ class EngineOptions(_Options):
 
 
 class EvalOptions(_Options):
-    """Evaluation on the `test` prompts, and paired evaluation (a later version's)."""
+    """Evaluation on the `test` prompts."""
 
     episodes: int = Field(default=2000, ge=1, description="episodes of an evaluation where prompts are generated")
     temperature: float = Field(default=1.0, ge=0.05, le=10, description="sampling temperature of evaluations")
-    update_pairs: int = Field(default=0, ge=0, description="coupled pairs per update; only 0 in this version")
-    stage_pairs: int = Field(default=0, ge=0, description="coupled pairs per stage; only 0 in this version")
 
 
 class CheckpointOptions(_Options):
@@ -192,6 +191,7 @@ class Config(_Options):
     algorithm: SatOptions = Field(default=SatOptions(), description="how the team is trained")
     gate: GateOptions = Field(default=GateOptions(), description="who may say no")
     engine: EngineOptions = Field(default=EngineOptions(), description="where models run")
+    certificate: CertificateOptions = Field(default=CertificateOptions(), description="paired evaluation")
     eval: EvalOptions = Field(default=EvalOptions(), description="how results are measured")
     checkpoint: CheckpointOptions = Field(default=CheckpointOptions(), description="what is kept")
     track: TrackOptions = Field(default=TrackOptions(), description="who else is told how the run goes")
@@ -223,6 +223,11 @@ class Config(_Options):
                     f"{self.gate.quantile:g} quantile over {self.algorithm.looks} looks; "
                     f"set gate.probe_prompts to {needed} or more"
                 )
+        if self.algorithm.name == "independent" and (self.certificate.update_pairs or self.certificate.stage_pairs):
+            raise ValueError(
+                "certificate: an independent agent learns beside the team of the run's start, so pairs with the promoted "
+                "team say nothing of its update; set update_pairs and stage_pairs to 0"
+            )
         if not any(agent.trainable for agent in self.agents):
             raise ValueError("agents: every agent has trainable = false, so there is nothing to train; set one to true")
         for agent in self.agents if tables else ():
@@ -360,10 +365,6 @@ def _refuse_known(tree: Mapping[str, Any]) -> None:
             node = cast("Mapping[str, Any]", node).get(part) if isinstance(node, Mapping) else None
         if isinstance(node, str) and node in names:
             raise UnsupportedError(f"{path} = '{node}' is specified but not implemented in this version; remove it")
-    for name in ("update_pairs", "stage_pairs"):
-        section = tree.get("eval")
-        if isinstance(section, Mapping) and cast("Mapping[str, Any]", section).get(name):
-            raise UnsupportedError(f"eval.{name}: paired evaluation is not implemented in this version; set it to 0")
 
 
 def _refuse_conversions(tree: Mapping[str, Any]) -> None:
@@ -508,8 +509,9 @@ UNITS: Mapping[str, str] = {
     "engine.threads": "threads",
     "eval.episodes": "episodes",
     "eval.temperature": "none: logits are divided by it",
-    "eval.update_pairs": "pairs of episodes",
-    "eval.stage_pairs": "pairs of episodes",
+    "certificate.update_pairs": "pairs of episodes",
+    "certificate.stage_pairs": "pairs of episodes",
+    "certificate.delta": "probability",
     "checkpoint.keep": "agent updates (schedule joint: stages)",
 }
 """What the number behind a key counts. Texts, switches and choices have none."""

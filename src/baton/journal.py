@@ -21,7 +21,7 @@ import torch
 from baton import records
 from baton.algorithms import sat
 from baton.algorithms.acceptance import Trainee
-from baton.algorithms.state import Evidence, Position, StageEntry, StageReport, UpdateReport
+from baton.algorithms.state import Evidence, Pair, Position, StageEntry, StageReport, UpdateReport
 from baton.assemble import Crew, Plan
 from baton.config import CheckpointOptions, Config
 from baton.config import load as load_config
@@ -153,7 +153,7 @@ class RunJournal:
         self.points: list[tuple[bool, dict[AgentId, Record]]] = []
         """(can be resumed from, files) of every update that is written."""
         self._what, self._done = "", 0
-        self._prompts = {t.id: t.prompt for t in (*plan.splits.train, *plan.splits.probe)}
+        self._prompts = {t.id: t.prompt for t in (*plan.splits.train, *plan.splits.probe, *plan.splits.certify)}
         self._writer = ThreadPoolExecutor(max_workers=1, initializer=_go_last)
         self._waiting: deque[tuple[Future[Record | None], Callable[[Record], None]]] = deque()
         self._is_broken = False
@@ -195,8 +195,18 @@ class RunJournal:
             promoted = Snapshot(weights=masters, moments=moments, steps=snapshot.steps), weights
         self._write(partial(self._commit, report, evidence, position, promoted), self._tell_update)
 
-    def stage(self, report: StageReport) -> None:
-        self._write(lambda: self._append({"kind": "stage", **records.plain(report), "time": time.time()}), self._tell_stage)
+    def stage(self, report: StageReport, pairs: Sequence[Pair]) -> None:
+        def line() -> Record:
+            if pairs:
+                rows = records.pair_rows(pairs, prompts=self._prompts)
+                records.write_episodes(self.run.path / records.stage_pairs_file(report.stage), rows)
+            return self._append({"kind": "stage", **records.plain(report), "time": time.time()})
+
+        self._write(line, self._tell_stage)
+
+    def weights(self, agent: AgentId, version: int) -> Weights:
+        self.wait()
+        return self.crew.load(self.run.path / records.version_folder(agent, version))
 
     def wait(self) -> None:
         """Until everything that was begun is written and told. Raises what a write raised."""
@@ -250,6 +260,7 @@ class RunJournal:
         rows = records.episode_rows(evidence.episodes, use="train", prompts=self._prompts)
         rows += records.episode_rows(evidence.probe, use="probe", prompts=self._prompts)
         rows += records.episode_rows(evidence.ordering, use="order", prompts=self._prompts)
+        rows += records.pair_rows(evidence.pairs, prompts=self._prompts)
         records.write_episodes(self.run.path / "episodes" / f"{name}.parquet", rows)
         records.write_divergences(self.run.path / "divergences" / f"{name}.parquet", evidence)
         record: Record = {
@@ -317,26 +328,25 @@ def _remove(path: Path) -> None:
         path.unlink()
 
 
-def catch_up(run: Run, trainees: Mapping[AgentId, Trainee], schedule: str) -> None:
-    """Write what follows a record where the process died between the two: the line of its stage, and team.json."""
+def owed_stage(run: Run, trainees: Mapping[AgentId, Trainee], schedule: str) -> tuple[int, tuple[StageEntry, ...]] | None:
+    """The stage whose line is missing because the process died between it and its last update."""
     updates = run.updates
     n_stages = sum(not u["position"]["entries"] for u in updates)
-    if updates and not updates[-1]["position"]["entries"] and len(run.records("stage")) < n_stages:
-        last = updates[-1:] if schedule == "independent" else updates[-len(trainees) :]
-        entries = tuple(
-            StageEntry(
-                agent=u["agent"],
-                q_gate=u["verdict"]["gate"]["q_gate"] if u["to_version"] is not None else 0.0,
-                radius=sat.allowed(trainees[u["agent"]], run.position.stage).radius_token,
-                episodes=u["episodes"]["n"],
-                word=u["word"],
-            )
-            for u in last
+    if not updates or updates[-1]["position"]["entries"] or len(run.records("stage")) >= n_stages:
+        return None
+    last = updates[-1:] if schedule == "independent" else updates[-len(trainees) :]
+    entries = tuple(
+        StageEntry(
+            agent=u["agent"],
+            q_gate=u["verdict"]["gate"]["q_gate"] if u["to_version"] is not None else 0.0,
+            radius=sat.allowed(trainees[u["agent"]], run.position.stage).radius_token,
+            episodes=u["episodes"]["n"],
+            word=u["word"],
+            from_version=u["from_version"],
         )
-        report = sat.stage_report(updates[-1]["stage"], entries)
-        line: Record = {"kind": "stage", **cast("Record", records.plain(report)), "time": time.time()}
-        records.append_record(run.path / "stages.jsonl", line)
-    write_team(run, run.position, run.files)
+        for u in last
+    )
+    return int(updates[-1]["stage"]), entries
 
 
 def write_team(run: Run, position: Position, files: Mapping[AgentId, Record]) -> None:

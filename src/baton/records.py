@@ -39,7 +39,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from baton.algorithms.acceptance import ReplaySums
-from baton.algorithms.state import AgentState, Evidence, Position, StageEntry, StagePlan
+from baton.algorithms.state import AgentState, Evidence, Pair, Position, StageEntry, StagePlan
 from baton.errors import RunError, cause
 from baton.team import Member, Team
 from baton.types import Episode, Failed, GateRecord, Outcome, Scored, Snapshot, TokenDivergence, Truncated, Turn
@@ -348,7 +348,7 @@ def _outcome(episode: Episode) -> tuple[str, float | None, str]:
 
 
 def episode_rows(episodes: Sequence[Episode], *, use: str, prompts: Mapping[str, str]) -> list[Record]:
-    """Episodes as rows of the parquet file; `use` is start, train, probe, or the name of an evaluation's measurement."""
+    """Episodes as rows of the parquet file; `use` is start, train, probe, order, pair, beside, or a measurement's."""
     rows: list[Record] = []
     for e in episodes:
         kind, reward, reason = _outcome(e)
@@ -381,6 +381,17 @@ def episode_rows(episodes: Sequence[Episode], *, use: str, prompts: Mapping[str,
             }
         )
     return rows
+
+
+def pair_rows(pairs: Sequence[Pair], *, prompts: Mapping[str, str]) -> list[Record]:
+    """Pairs as rows: all of the promoted team's, then the other's in the same order."""
+    promoted = episode_rows([p.promoted for p in pairs], use="pair", prompts=prompts)
+    return promoted + episode_rows([p.beside for p in pairs], use="beside", prompts=prompts)
+
+
+def stage_pairs_file(stage: int) -> str:
+    """Where the pairs of a stage lie in a run directory."""
+    return f"episodes/stage-{stage:06d}.parquet"
 
 
 TURN = pa.struct(

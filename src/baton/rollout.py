@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from baton.core.keyed import Key, choice, key
-from baton.engines.engine import Codec, Completion, Request, Sampler, Speaker, TextRequest
+from baton.engines.engine import Codec, Completion, CoupledRequest, Request, Sampler, Speaker, TextRequest
 from baton.errors import BatonError, TaskFault
 from baton.protocols import TeamProtocol
 from baton.types import AgentId, Episode, Failed, Outcome, Scored, Slot, Task, Truncated, Turn
@@ -43,10 +44,28 @@ class Play:
     sibling: int = 0
 
 
+Coupling = Literal["maximal", "inverse_cdf"]
+BESIDE = "/beside"
+"""Ends the id of an episode that was played beside another one with the same keys."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beside:
+    """Episodes of another team on the same plays, with the same keys: while a transcript is still theirs, an agent with the
+    same weights says what it said there, and one with other weights differs as rarely as the coupling can make it (3.6)."""
+
+    episodes: Sequence[Episode]
+    slots: Mapping[AgentId, Slot]
+    """Where the weights of those episodes were taken from (default: promoted); they have to lie there still."""
+    coupling: Coupling = "maximal"
+
+
 @dataclass
 class _State:
     play: Play
     id: str
+    twin: Episode | None = None
+    """The other team's episode, as long as this one is word for word the same."""
     turns: list[Turn] = field(default_factory=lambda: list[Turn]())
     rotation: int = 0
     outcome: Outcome | None = None
@@ -111,13 +130,22 @@ class Table:
         slots: Mapping[AgentId, Slot],
         substitute: Substitute | None,
         tick: Callable[[], None],
+        beside: Beside | None,
     ) -> list[tuple[_State, Turn]]:
         """One seat's messages for all these episodes, in one submit."""
         seat = self.seats[index]
+        slot = slots.get(seat.agent, "promoted")
+        other = slot if beside is None else beside.slots.get(seat.agent, "promoted")
         said: list[tuple[_State, Turn]] = []
         asked: dict[str, tuple[_State, Request]] = {}
+        paired: list[tuple[_State, Request, Turn]] = []
         remote: list[_State] = []
         for state in states:
+            theirs = _same_turn(state, index)
+            if theirs is not None and slot == other:
+                said.append((state, theirs))
+                tick()
+                continue
             if substitute is not None:
                 text = substitute(state.play.task, index, key(*address, state.id, len(state.turns), "substitute"))
                 if text is not None:
@@ -127,8 +155,10 @@ class Table:
             if seat.speaker is not None:
                 remote.append(state)
                 continue
-            request = self._request(state, index, address, slots.get(seat.agent, "promoted"))
-            if request is not None:
+            request = self._request(state, index, address, slot)
+            if request is not None and theirs is not None and beside is not None and beside.coupling == "maximal":
+                paired.append((state, request, theirs))
+            elif request is not None:
                 asked[request.id] = (state, request)
         if remote:
             said += await self._hear(remote, index, address)
@@ -144,6 +174,12 @@ class Table:
             if missing:
                 raise BatonError(f"the sampler gave no completion for {len(missing)} requests, first {missing[0]}")
             said += [(state, self._turn(index, request, heard[i])) for i, (state, request) in asked.items()]
+        if paired:
+            coupled = [CoupledRequest(request=request, beside=other, ids=theirs.ids) for _, request, theirs in paired]
+            completions = await self.sampler.couple(coupled)
+            for (state, request, _), completion in zip(paired, completions, strict=True):
+                said.append((state, self._turn(index, request, completion)))
+                tick()
         return said
 
     async def _hear(self, states: Sequence[_State], index: int, address: tuple[str | int, ...]) -> list[tuple[_State, Turn]]:
@@ -198,6 +234,7 @@ class Table:
         until: AgentId | None = None,
         substitute: Substitute | None = None,
         tick: Callable[[], None] = lambda: None,
+        beside: Beside | None = None,
     ) -> list[Episode]:
         """Play every episode and grade it; the result has the order of `plays`.
 
@@ -209,6 +246,8 @@ class Table:
                 probe episodes. Their outcome is `Failed("probe")`, so that they can never be trained on.
             substitute: gives a seat's message instead of its agent (seat ablation), or None to let the agent speak.
             tick: called once per message (progress, a request to stop).
+            beside: episodes of another team in the order of `plays`, to be coupled with. What ends word for word as one of
+                them has its outcome.
         """
         states = [
             _State(
@@ -220,6 +259,8 @@ class Table:
             )
             for p in plays
         ]
+        for state, twin in zip(states, beside.episodes, strict=True) if beside is not None else ():
+            state.twin = twin
         if len({state.id for state in states}) != len(states):
             raise BatonError("two episodes share an id; give the siblings of one prompt different numbers")
         live = states
@@ -234,12 +275,18 @@ class Table:
                     still.append(state)
             said: list[tuple[_State, Turn]] = []
             for index in sorted(due):
-                said += await self._wave(due[index], index, address, slots or {}, substitute, tick)
+                said += await self._wave(due[index], index, address, slots or {}, substitute, tick, beside)
             # Simultaneous speakers do not hear each other: turns are appended once all of them have spoken.
             for state, turn in said:
                 state.turns.append(turn)
+            for state in still:
+                state.twin = _still(state)
             live = still
         answers = ["" if state.outcome is not None or until is not None else self._answer(state) for state in states]
+        for state in states if until is None else ():
+            twin = state.twin
+            if twin is not None and len(twin.turns) == len(state.turns):
+                state.outcome = twin.outcome
         graded = [i for i, state in enumerate(states) if state.outcome is None and until is None]
         for i, outcome in zip(graded, self.grade([(states[i].play.task, answers[i]) for i in graded]), strict=True):
             if isinstance(outcome, Scored) and self.protocol.is_cut(states[i].turns):
@@ -247,7 +294,7 @@ class Table:
             states[i].outcome = outcome
         return [
             Episode(
-                id=state.id,
+                id=state.id if beside is None else state.id + BESIDE,
                 group=state.play.task.id,
                 task_id=state.play.task.id,
                 versions=versions,
@@ -260,3 +307,19 @@ class Table:
 
     def _answer(self, state: _State) -> str:
         return self.protocol.answer(state.turns, self.normalise, key(state.id, "tie"))
+
+
+def _same_turn(state: _State, index: int) -> Turn | None:
+    """What the other team's episode has at this place, while the transcripts are the same."""
+    if state.twin is None:
+        return None
+    return next((t for t in state.twin.turns[len(state.turns) :] if t.seat == index), None)
+
+
+def _still(state: _State) -> Episode | None:
+    """The other team's episode, unless this one has parted from it."""
+    twin = state.twin
+    if twin is None or len(twin.turns) < len(state.turns):
+        return None
+    same = all((a.agent, a.text, a.ids) == (b.agent, b.text, b.ids) for a, b in zip(state.turns, twin.turns, strict=False))
+    return twin if same else None

@@ -34,13 +34,14 @@ from baton.host import Reporter, Silent, Stop, complete, stoppable
 from baton.journal import (
     Run,
     RunJournal,
-    catch_up,
     check_directory,
     open_run,
+    owed_stage,
     put_to_rest,
     resumed_config,
     saved_state,
     settle,
+    write_team,
 )
 from baton.records import Record
 from baton.rollout import Play, Seat, Table
@@ -189,7 +190,7 @@ async def _train_with(pool: GraderPool | None, threads: int, plan: Plan, run: Ru
         if config.algorithm.name == "independent":
             for name in names:
                 await crew.sampler.publish(name, "start", crew.load(run.folder(name, 0)), 0)
-        catch_up(run, trainees, config.algorithm.name)
+        write_team(run, run.position, run.files)
         journal.points = [(True, started["files"])]
         journal.points += [
             (not config.algorithm.shares_episodes or not u["position"]["entries"], u["files"]) for u in run.updates
@@ -207,10 +208,15 @@ async def _train_with(pool: GraderPool | None, threads: int, plan: Plan, run: Ru
             probe=plan.splits.probe,
             reward_range=plan.env.reward_range,
             journal=journal,
+            certify=plan.splits.certify,
+            pool=plan.splits.record["certify"]["sha256"],
+            certificate=config.certificate,
         )
         _announce(world, started, position, reporter)
         trackers.start(config.model_dump(mode="json"), run.records())
         try:
+            if owed := owed_stage(run, trainees, config.algorithm.name):
+                await sat.close_stage(world, position, *owed)
             async for reached, _ in sat.train(world, position):
                 position = reached
         finally:

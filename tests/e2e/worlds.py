@@ -27,7 +27,7 @@ from baton import assemble, config, run
 from baton.algorithms import sat
 from baton.algorithms.acceptance import Trainee
 from baton.algorithms.options import resolve_group
-from baton.algorithms.state import AgentState, Evidence, Position, StageReport, UpdateReport, World
+from baton.algorithms.state import AgentState, Evidence, Pair, Position, StageReport, UpdateReport, World
 from baton.assemble import Plan
 from baton.config import Config
 from baton.core.batching import token_batch, trajectories
@@ -98,6 +98,8 @@ class Memory:
     evidence: list[Evidence] = field(default_factory=list)
     promoted: list[tuple[Snapshot, Weights] | None] = field(default_factory=list)
     stages: list[StageReport] = field(default_factory=list)
+    pairs: list[Sequence[Pair]] = field(default_factory=list)
+    start: dict[str, Weights] = field(default_factory=dict)
 
     def begin(self, agent: str, stage: int) -> int:
         self.versions[agent] = self.versions.get(agent, 0) + 1
@@ -110,8 +112,15 @@ class Memory:
         self.evidence.append(evidence)
         self.promoted.append(promoted)
 
-    def stage(self, report: StageReport) -> None:
+    def stage(self, report: StageReport, pairs: Sequence[Pair]) -> None:
         self.stages.append(report)
+        self.pairs.append(pairs)
+
+    def weights(self, agent: str, version: int) -> Weights:
+        if version == 0:
+            return self.start[agent]
+        done = zip(self.reports, self.promoted, strict=True)
+        return next(p[1] for r, p in done if p is not None and (r.agent, r.candidate_version) == (agent, version))
 
     def rest(self) -> None:
         """Tables do not."""
@@ -202,7 +211,8 @@ def world(
     async def publish() -> None:
         for name in names:
             for slot in ("promoted", "start"):
-                await sampler.publish(name, slot, crew.learners[name].weights(), 0)
+                journal.start[name] = crew.learners[name].weights()
+                await sampler.publish(name, slot, journal.start[name], 0)
 
     asyncio.run(publish())
     table: Table = assemble.table(plan, sampler, None)
@@ -218,6 +228,8 @@ def world(
         probe=plan.splits.probe if tasks is None else tasks,
         reward_range=plan.env.reward_range,
         journal=journal,
+        certify=plan.splits.certify if tasks is None else tasks,
+        certificate=settings.certificate,
     )
     start = Position(
         team=Team(members=tuple(Member(agent=a.name, model=a.model) for a in settings.agents)),

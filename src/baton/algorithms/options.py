@@ -325,6 +325,45 @@ class GateOptions(_Options):
     max_states: int = Field(default=8192, ge=1, description="states read in all")
 
 
+FEWEST_PAIRS = 256
+"""Pairs below which a paired evaluation sees almost nothing (ALGORITHMS 3.6)."""
+
+
+class CertificateOptions(_Options):
+    """`[certificate]`: pairs of episodes of the team before and after, and what is said of them (ALGORITHMS 3.6)."""
+
+    update_pairs: int = Field(
+        default=0, ge=0, description="most pairs on which a candidate is compared with the promoted team; 0 for none"
+    )
+    stage_pairs: int = Field(
+        default=0, ge=0, description="most pairs on which a stage's team is compared with that of its start; 0 for none"
+    )
+    coupling: Literal["maximal", "inverse_cdf", "none"] = Field(
+        default="maximal",
+        description="how the two teams' tokens are drawn together: maximal lets them differ as rarely as can be, "
+        "inverse_cdf shares uniforms, none shares nothing",
+    )
+    method: Literal["betting", "bernstein"] = Field(
+        default="betting", description="bound of the gain: betting may stop early, bernstein plays all pairs"
+    )
+    delta: float = Field(default=0.05, gt=0, lt=1, description="share of a stage's positive certificates that may be wrong")
+    run_level: bool = Field(
+        default=False, description="spread delta over all stages of a run, so that it bounds the whole run"
+    )
+
+    @model_validator(mode="after")
+    def _no_unread_key(self) -> CertificateOptions:
+        for name in ("update_pairs", "stage_pairs"):
+            value = getattr(self, name)
+            if 0 < value < FEWEST_PAIRS:
+                raise ValueError(f"{name} = {value}: below {FEWEST_PAIRS} pairs show almost nothing; raise it or set 0")
+        if not self.update_pairs and not self.stage_pairs:
+            for name, field in type(self).model_fields.items():
+                if getattr(self, name) != field.default:
+                    raise ValueError(f"{name} has no effect without pairs; remove it, or set update_pairs or stage_pairs")
+        return self
+
+
 RADII: Mapping[str, tuple[float, float]] = {"default": (0.05, 0.01), "demo": (0.5, 0.06)}
 """Gate preset -> (token radius, message-mean radius) in nats."""
 

@@ -1,6 +1,6 @@
 """SAT, sequential agent tuning: in a stage the agents update in turn, each on rollouts of the team as it is now.
 
-The numbered comments are the steps of ALGORITHMS 2.2. Steps 15 and 20 (paired evaluation) are not here yet.
+The numbered comments are the steps of ALGORITHMS 2.2.
 Schedules (2.14): `sat` collects again before each agent's update, or reweights one batch a stage (2.3); `joint` lets every
 agent update on the same episodes, each behind its own gate; `independent` trains each agent beside teammates frozen at the
 run's start.
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from baton.algorithms import pairs
 from baton.algorithms.acceptance import (
     ProbeStates,
     ReplayGap,
@@ -40,6 +41,8 @@ from baton.algorithms.state import (
     AgentState,
     Ending,
     Evidence,
+    Pair,
+    PairsReport,
     Position,
     Retry,
     StageEntry,
@@ -86,6 +89,7 @@ class _Draft:
     published_gap: float | None = None
     fingerprint: str = ""
     promoted: tuple[Snapshot, Weights] | None = None
+    compared: tuple[PairsReport, Sequence[Pair]] | None = None
     seconds: dict[str, float] = field(default_factory=lambda: dict[str, float]())
 
 
@@ -111,8 +115,9 @@ async def propose(
     stage: int,
     version: int,
 ) -> AgentState:
-    """Steps 5 to 14 for one agent: step, look, try again, shrink, publish with proof. Fills `draft`; returns the state with
-    the replay sums. The learner is left at the accepted candidate, or wherever it failed (the caller restores `origin`)."""
+    """Steps 5 to 15 for one agent: step, look, try again, shrink, publish with proof, compare. Fills `draft`; returns the
+    state with the replay sums. The learner is left at the accepted candidate, or wherever it failed (the caller restores
+    `origin`)."""
     state, learner, options = position.agents[trainee.agent], trainee.learner, world.options
     collected = data.collected
     if collected.informative < options.min_informative:  # 5
@@ -196,10 +201,32 @@ async def propose(
     if why:
         draft.verdict = Rejected(reason="not_published", gate=record, detail=why)
         return state
+    if world.certificate.update_pairs:  # 15
+        began = world.clock()
+        now = position.team.versions
+        draft.compared = await pairs.compare(
+            world,
+            stage=stage,
+            who=trainee.agent,
+            versions=now,
+            other={**now, trainee.agent: version},
+            slots={trainee.agent: "candidate"},
+            count=world.certificate.update_pairs,
+            claim=pairs.update_claim(world.certificate, n_agents=len(world.trainees), stage=stage),
+        )
+        draft.seconds["pairs"] = world.clock() - began
+        if draft.compared[0].harm.verdict == "positive":
+            draft.verdict = Rejected(reason="harm", gate=record, detail=harm_detail(draft.compared[0]))
+            return state
     draft.fingerprint = weights.fingerprint
     draft.promoted = (learner.snapshot(lend=True), weights)
     draft.verdict = Accepted(scale=record.scale, gate=record)
     return state
+
+
+def harm_detail(found: PairsReport) -> str:
+    """Why a candidate is refused."""
+    return f"worse by at least {found.harm.lower_bound:.4g} on {found.n} pairs (confidence {found.harm.confidence:.4g})"
 
 
 def adapt(
@@ -279,6 +306,7 @@ async def update(
         lr=position.agents[agent].lr,
         replay=draft.replay,
         published_gap=draft.published_gap,
+        pairs=None if draft.compared is None else draft.compared[0],
         fingerprint=draft.fingerprint,
         after=after,
         seconds={**draft.seconds, "total": world.clock() - began},
@@ -290,6 +318,7 @@ async def update(
         radius=trainee.radius_token,
         episodes=counts.n,
         word=verdict_word(verdict),
+        from_version=before,
     )
     entries = (*position.entries, entry)
     # An independent agent's stage is its own update.
@@ -303,19 +332,49 @@ async def update(
         entries=() if is_whole else entries,
         moved=(agent, counts.reward, is_accepted) if options.order == "bandit" else None,
     )
-    evidence = Evidence(episodes=collected.all, probe=data.probe, states=draft.states, looks=draft.looks, ordering=ordering)
+    evidence = Evidence(
+        episodes=collected.all,
+        probe=data.probe,
+        states=draft.states,
+        looks=draft.looks,
+        pairs=() if draft.compared is None else draft.compared[1],
+        ordering=ordering,
+    )
     world.journal.commit(report, evidence, position, draft.promoted)  # 16
     if is_accepted:
         await world.sampler.swap(agent)
     if is_whole:
-        world.journal.stage(stage_report(stage, entries))
+        await close_stage(world, position, stage, entries)
     return position, report
 
 
 # ---- stages ----------------------------------------------------------------------------------------------------
 
 
-def stage_report(stage: int, entries: tuple[StageEntry, ...]) -> StageReport:
+async def close_stage(world: World, position: Position, stage: int, entries: tuple[StageEntry, ...]) -> None:
+    """Step 20: what a complete stage shows, and its line."""
+    start = {e.agent: e.from_version for e in entries if e.word != "rejected"}
+    found: PairsReport | None = None
+    played: Sequence[Pair] = ()
+    if world.certificate.stage_pairs and start:
+        world.journal.rest()
+        for agent, version in start.items():
+            await world.sampler.publish(agent, "start", world.journal.weights(agent, version), version)
+        now = position.team.versions
+        found, played = await pairs.compare(
+            world,
+            stage=stage,
+            who="stage",
+            versions=now,
+            other={**now, **start},
+            slots=dict.fromkeys(start, "start"),
+            count=world.certificate.stage_pairs,
+            claim=pairs.stage_claim(world.certificate, stage=stage),
+        )
+    world.journal.stage(stage_report(stage, entries, found), played)
+
+
+def stage_report(stage: int, entries: tuple[StageEntry, ...], found: PairsReport | None) -> StageReport:
     """The report of a complete stage, with the published certificate twice (3.1)."""
     n = [e.episodes for e in entries]
 
@@ -327,6 +386,7 @@ def stage_report(stage: int, entries: tuple[StageEntry, ...]) -> StageReport:
         entries=entries,
         achieved=published([e.q_gate for e in entries]),
         configured=published([e.radius for e in entries]),
+        pairs=found,
     )
 
 

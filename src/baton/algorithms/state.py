@@ -13,7 +13,7 @@ from baton.algorithms.acceptance import (
     ReplaySums,
     Trainee,
 )
-from baton.algorithms.options import GateOptions, SatOptions
+from baton.algorithms.options import CertificateOptions, GateOptions, SatOptions
 from baton.core import certificate
 from baton.engines.engine import Sampler
 from baton.rollout import Table
@@ -68,6 +68,8 @@ class StageEntry:
     radius: float
     episodes: int
     word: str
+    from_version: int = 0
+    """Promoted when the update began."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +129,37 @@ class Reuse:
     """Below the floor: the episodes were left alone and fresh ones played."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PairsReport:
+    """What a paired evaluation found (3.6). Pair i is of the i-th prompt drawn, with replacement, from the pool."""
+
+    n: int
+    discordance: float
+    """Share of pairs whose returns differ."""
+    parted: float
+    """Share of tokens of changed agents that differ, of those before which everything was the same."""
+    missing: int
+    """Returns that an episode failed to give; each counts against what is claimed."""
+    coupling: str
+    is_run_level: bool
+    pool: str
+    """SHA-256 of the prompts that were drawn from."""
+    gain: certificate.Certificate
+    harm: certificate.Certificate
+    """The same with the teams exchanged: positive means that the newer one is worse."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pair:
+    """One prompt, played by the promoted team and by the other."""
+
+    promoted: Episode
+    beside: Episode
+
+    def of(self, is_beside: bool) -> Episode:
+        return self.beside if is_beside else self.promoted
+
+
 @dataclass(frozen=True, kw_only=True)
 class UpdateReport:
     """All that one agent update was and decided; one line of `stages.jsonl`."""
@@ -149,6 +182,7 @@ class UpdateReport:
     lr: float
     replay: ReplayGap | None
     published_gap: float | None
+    pairs: PairsReport | None
     fingerprint: str
     after: AgentState
     seconds: Mapping[str, float]
@@ -168,6 +202,8 @@ class StageReport:
     entries: tuple[StageEntry, ...]
     achieved: certificate.Certificate | None
     configured: certificate.Certificate | None
+    pairs: PairsReport | None = None
+    """The team against that of the stage's start; None where no pairs were asked for, or nothing had changed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +214,7 @@ class Evidence:
     probe: Sequence[Episode]
     states: ProbeStates | None
     looks: Sequence[tuple[GateRecord, TokenDivergence]]
+    pairs: Sequence[Pair] = ()
     ordering: Sequence[Episode] = ()
     """Beside a stage's first update: the episodes that its order or its radii were measured on."""
 
@@ -196,8 +233,12 @@ class Journal(Protocol):
         that names them (the commit point). The learner may go on at once."""
         ...
 
-    def stage(self, report: StageReport) -> None:
-        """Write the line of a complete stage."""
+    def stage(self, report: StageReport, pairs: Sequence[Pair]) -> None:
+        """Write the line of a complete stage, and the pairs that it rests on before it."""
+        ...
+
+    def weights(self, agent: AgentId, version: int) -> Weights:
+        """What a version that is still kept serves."""
         ...
 
     def rest(self) -> None:
@@ -224,6 +265,10 @@ class World:
     probe: Sequence[Task]
     reward_range: tuple[float, float]
     journal: Journal
+    certify: Sequence[Task] = ()
+    pool: str = ""
+    """SHA-256 of the prompts of `certify`."""
+    certificate: CertificateOptions = field(default_factory=CertificateOptions)
     clock: Clock = time.monotonic
 
 

@@ -28,6 +28,8 @@ class Playing:
     substitute: Substitute | None = None
     drawn_from: str = "train"
     """The prompt set."""
+    suffix: str = ""
+    """Of the episodes' ids, behind what their keys begin with."""
     foreign: frozenset[AgentId] = frozenset()
     """Seats whose model is not kept in the run, nor its tokenizer."""
 
@@ -151,10 +153,14 @@ class _Replay:
             told = f"the task is {home}, these are drawn from {playing.drawn_from}" if of != playing.drawn_from else "task"
             self.here.wrong("episodes", f"{told}: task_id", episode.task_id, task.id)
             return False
-        identity = "/".join(str(part) for part in (*playing.address, task.id, self.play.sibling))
         ours = {"id": self.row["id"], "prompt": self.row["prompt"], "versions": dict(episode.versions)}
-        computed = {"id": identity, "prompt": task.prompt, "versions": dict(playing.versions)}
+        computed = {"id": self.address + playing.suffix, "prompt": task.prompt, "versions": dict(playing.versions)}
         return self.here.compare("episodes", "", ours, computed)
+
+    @property
+    def address(self) -> str:
+        """Where the episode's own keys begin, as text."""
+        return "/".join(str(part) for part in (*self.playing.address, self.play.task.id, self.play.sibling))
 
     def answer(self) -> str | None:
         """Replay who spoke when, what each was asked and said. Gives the answer to grade; None where nothing is graded."""
@@ -201,7 +207,7 @@ class _Replay:
             if episode.outcome != Failed(reason="probe") or episode.answer:
                 here.wrong("episodes", "a probe episode has an outcome or an answer", episode.answer)
             return None
-        answer = protocol.answer(done, table.normalise, key(episode.id, "tie"))
+        answer = protocol.answer(done, table.normalise, key(self.address, "tie"))
         here.compare("episodes", "answer", episode.answer, answer)
         here.compare("episodes", "truncated", isinstance(episode.outcome, Truncated), protocol.is_cut(done))
         return answer

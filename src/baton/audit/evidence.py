@@ -10,9 +10,11 @@ import torch
 from baton import records
 from baton.algorithms.acceptance import ReplaySums
 from baton.algorithms.episodes import Collected, acting, draw_prompts, episode_advantages, stats, unheard
-from baton.algorithms.state import AgentState, Position, StageEntry
+from baton.algorithms.pairs import update_claim
+from baton.algorithms.state import AgentState, Pair, Position, StageEntry
 from baton.audit.episodes import EpisodeFiles, Part, Playing
 from baton.audit.findings import AFTER_A_GAP, STAGES
+from baton.audit.pairs import Comparisons
 from baton.audit.subject import Subject, Update, own_rows
 from baton.audit.waiting import Waiting, tokens_of
 from baton.core import advantages, trust_region
@@ -21,6 +23,9 @@ from baton.records import Record
 from baton.rollout import Play
 from baton.team import Team
 from baton.types import AgentId, Episode, Slot
+
+USES = ("train", "probe", "order", "pair", "beside")
+"""What the episodes beside an update are for, in the order in which it writes them."""
 
 
 @dataclass
@@ -77,6 +82,7 @@ class Evidence:
 
     def __init__(self, subject: Subject, files: EpisodeFiles, waiting: Waiting, stage: Stage) -> None:
         self.subject, self.files, self.waiting, self.stage = subject, files, waiting, stage
+        self.comparisons = Comparisons(subject, files)
         self._shared: tuple[int, Part] | None = None
         """The shared episodes that were checked last, and their stage."""
 
@@ -106,7 +112,7 @@ class Evidence:
             who, cursor = "team", (stage - 1) * prompts
         judge = "team" if is_joint else agent
 
-        train, probe, order = self._parts(file, rows)
+        train, probe, order, pair, beside = self._parts(file, rows)
         shared = Part(file, [*train.rows, *(probe.rows if is_joint else ())])
         is_known = is_shared and self._is_known(stage, shared)
         address = (world.seed, stage, who, SAMPLE)
@@ -123,6 +129,8 @@ class Evidence:
         plays = [Play(task=world.probe[i]) for i in drawn[: self.subject.config.gate.probe_prompts]]
         probed = self.files.check(probe, probing, plays, "probe", is_known=is_known and is_joint)
         ordering = self._ordering(order, stage, before)
+        candidate = {**now, agent: update.version}
+        pairs = self._pairs(update, pair, beside, now, candidate)
 
         found.ok("counts")
         values = episode_advantages(options, collected.scored)
@@ -133,6 +141,8 @@ class Evidence:
             _Played(use="train", versions=playing.versions, episodes=collected.all, is_shared=is_shared),
             _Played(use="probe", versions=probing.versions, episodes=probed, is_shared=is_shared and is_joint),
             _Played(use="order", versions=now, episodes=ordering, is_shared=False),
+            _Played(use="pair", versions=now, episodes=[p.promoted for p in pairs], is_shared=False),
+            _Played(use="beside", versions=candidate, episodes=[p.beside for p in pairs], is_shared=False),
             is_known=is_known,
         )
         if line["reuse"] is not None:
@@ -148,12 +158,36 @@ class Evidence:
     def _parts(self, file: str, rows: Sequence[Record]) -> list[Part]:
         """The rows of each use, in the order in which an update writes them."""
         parts: list[Part] = []
-        for use in ("train", "probe", "order"):
+        for use in USES:
             before = sum(len(part.rows) for part in parts)
             parts.append(Part(file, [row for row in rows if row["use"] == use], before))
         if sum(len(part.rows) for part in parts) != len(rows):
-            self.subject.found.at(file).wrong("episodes", "holds rows of another use than train, probe and order")
+            self.subject.found.at(file).wrong("episodes", f"holds rows of another use than {', '.join(USES)}")
         return parts
+
+    def _pairs(
+        self, update: Update, pair: Part, beside: Part, now: Mapping[AgentId, int], candidate: Mapping[AgentId, int]
+    ) -> list[Pair]:
+        """The paired evaluation of a candidate that was published (step 15)."""
+        world, recorded = self.subject.world, update.line.get("pairs")
+        if recorded is None:
+            if pair.rows or beside.rows:
+                what = "holds pairs, and the line tells of none"
+                self.subject.found.at(pair.file).wrong("pairs", what, len(pair.rows), 0)
+            return []
+        report, played = self.comparisons.check(
+            pair,
+            beside,
+            stage=update.stage,
+            who=update.agent,
+            versions=now,
+            other=candidate,
+            count=world.certificate.update_pairs,
+            claim=update_claim(world.certificate, n_agents=len(world.trainees), stage=update.stage),
+        )
+        if report is not None:
+            self.subject.found.at(STAGES, update.where).compare("pairs", "pairs", recorded, report)
+        return played
 
     def _is_known(self, stage: int, shared: Part) -> bool:
         """In a stage that shares its episodes: whether these are those of its first file, which were checked there."""

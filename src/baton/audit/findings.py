@@ -20,6 +20,7 @@ CHECKS: Mapping[str, str] = {
     "episodes": "tasks drawn by key, prompt ids, texts of the sampled ids, answers",
     "rewards": "answers, graded again",
     "counts": "mean rewards, counts and weights of reuse of each update; start accuracy and noise floors",
+    "pairs": "paired evaluations: prompts drawn by key, where they end, gain and harm from the returns",
     "gate": "looks: probe states drawn by key, all fields from the recorded divergences",
     "verdicts": "updates: verdict, retries, version, beta, lr and streak from the looks",
     "weights": "kept versions: fingerprints of their tensors",
@@ -40,6 +41,7 @@ PRUNED = "pruned versions are not kept (checkpoint.keep_promoted = 'all' keeps e
 FOREIGN = "a model from outside the run is not kept in it"
 AFTER_A_GAP = "what an update began with is unknown after a missing line"
 NOT_FINITE = "a step that was not finite is not taken again"
+NOT_COUPLED = "that two teams' tokens differ no more often than their laws ask is not shown, only what each team said"
 NOT_MEASURED = "predicted gains are taken as they are: the gradients under them are not computed again"
 NOT_ALLOCATED = "order 'grad_norm' records norms, not the gains that the radii were shared out by: only their sum is checked"
 NOT_HEARD = "what a teammate behind an endpoint said cannot be computed here: its text is taken as it is"

@@ -9,8 +9,9 @@ import torch
 
 from baton import records
 from baton.algorithms import sat
-from baton.algorithms.state import Position
-from baton.audit.episodes import EpisodeFiles
+from baton.algorithms.pairs import stage_claim
+from baton.algorithms.state import PairsReport, Position, StageEntry
+from baton.audit.episodes import EpisodeFiles, Part
 from baton.audit.evidence import Evidence, Stage
 from baton.audit.findings import RELATIVE, STAGES
 from baton.audit.subject import Subject
@@ -83,7 +84,8 @@ class Journal:
                     if owed is None:
                         here.wrong("sequence", "a stage line where no stage ended")
                     elif stage.entries is not None:
-                        expected = sat.stage_report(int(owed["stage"]), stage.entries)
+                        found_pairs = self._stage_pairs(int(owed["stage"]), stage.entries, before)
+                        expected = sat.stage_report(int(owed["stage"]), stage.entries, found_pairs)
                         recorded = {n: v for n, v in line.items() if n not in ("kind", "schema", "time")}
                         here.compare("sequence", "", recorded, expected)
                 owed, stage.entries = None, ()
@@ -94,6 +96,39 @@ class Journal:
         self.evidence.unfinished(self.positions[-1])
         self._team()
         self._leftovers()
+
+    def _stage_pairs(self, stage: int, entries: tuple[StageEntry, ...], now: Position | None) -> PairsReport | None:
+        """What the pairs of a stage show (step 20); None where none were to be played."""
+        world, found = self.subject.world, self.subject.found
+        start = {e.agent: e.from_version for e in entries if e.word != "rejected"}
+        if not world.certificate.stage_pairs or not start or now is None:
+            return None
+        file = records.stage_pairs_file(stage)
+        rows = self.evidence.files.read("pairs", file)
+        if rows is None:
+            return None
+        pair, beside = (Part(file, [row for row in rows if row["use"] == use]) for use in ("pair", "beside"))
+        if len(pair.rows) + len(beside.rows) != len(rows):
+            found.at(file).wrong("pairs", "holds rows of another use than pair and beside")
+        versions = dict(now.team.versions)
+        other = {**versions, **start}
+        report, played = self.evidence.comparisons.check(
+            pair,
+            Part(file, beside.rows, len(pair.rows)),
+            stage=stage,
+            who="stage",
+            versions=versions,
+            other=other,
+            count=world.certificate.stage_pairs,
+            claim=stage_claim(world.certificate, stage=stage),
+        )
+        for seat in self.subject.plan.seats:
+            uses = {"pair": versions[seat.agent], "beside": other[seat.agent]}
+            for version in set(uses.values()):
+                mine = [use for use, of in uses.items() if of == version]
+                episodes = [p.of(use == "beside") for p in played for use in mine]
+                self.evidence.waiting.score(seat, version, file, mine, episodes)
+        return report
 
     def _begin(self, line: Record, where: str) -> None:
         """Ids are taken one after the other, each once."""
@@ -163,8 +198,14 @@ class Journal:
         if lines[-1].get("kind") != "end":
             return
         named = {str(line.get("episodes_file")) for line in lines}
-        for path in sorted((self.subject.run.path / "episodes").glob("[0-9]*.parquet")):
+        named |= {
+            records.stage_pairs_file(int(line["stage"]))
+            for line in lines
+            if line.get("kind") == "stage" and line.get("pairs")
+        }
+        folder = self.subject.run.path / "episodes"
+        for path in sorted((*folder.glob("[0-9]*.parquet"), *folder.glob("stage-*.parquet"))):
             name = f"episodes/{path.name}"
             if name not in named:
-                what = "belongs to an update that no line of stages.jsonl tells of"
+                what = "belongs to an update or a stage that no line of stages.jsonl tells of"
                 self.subject.found.at(name).wrong("sequence", what)

@@ -211,6 +211,9 @@ def _subject(run: Run, config: Config, plan: Plan, lines: Sequence[Record], foun
         probe=plan.splits.probe,
         reward_range=plan.env.reward_range,
         journal=nobody,
+        certify=plan.splits.certify,
+        pool=plan.splits.record["certify"]["sha256"],
+        certificate=config.certificate,
     )
     return Subject(
         run=run,

@@ -168,7 +168,7 @@ class Updates:
     def _verdict(self, update: Update, retries: Sequence[Retry], has_signal: bool | None) -> Verdict:
         """The verdict that follows from the looks (and from the episodes, where they were read)."""
         found, looks, options = self.subject.found, update.looks, self.subject.options
-        here, recorded = found.at(STAGES, update.where), update.line["verdict"]
+        here, recorded, pairs = found.at(STAGES, update.where), update.line["verdict"], update.line.get("pairs")
         most = options.backtrack.tries - 1
         steps = [(1.0, 0), *((min(1.0, r.shrink_total), n) for n, r in enumerate(retries, 1) if r.shrink_total > 0.0)]
         if len(retries) == most:
@@ -188,6 +188,8 @@ class Updates:
             if reason == "not_published":
                 found.skip("verdicts", NOT_PUBLISHED, 1, update.where)
                 verdict = Rejected(reason="not_published", gate=looks[-1])
+            elif pairs is not None and pairs["harm"]["verdict"] == "positive":
+                verdict = Rejected(reason="harm", gate=looks[-1])
         elif len(looks) == len(steps) and len(retries) == most:
             verdict = Rejected(reason="radius", gate=looks[-1])
         elif not looks and (reason == "no_signal" if has_signal is None else not has_signal):
@@ -210,6 +212,14 @@ class Updates:
         if (line["replay"] is None) != (follows == "rejected no_signal"):
             here.wrong("verdicts", "the replay test is made unless there is no signal: replay", line["replay"])
         word, is_accepted = verdict_word(verdict), isinstance(verdict, Accepted)
+        is_compared = is_accepted or follows == "rejected harm"
+        asked = self.subject.world.certificate.update_pairs > 0 and is_compared
+        if (line.get("pairs") is not None) != asked:
+            here.wrong(
+                "pairs",
+                "a published candidate is compared where pairs are configured, no other is: pairs",
+                line.get("pairs"),
+            )
         version = update.version
         self.subject.found.ok("verdicts")
         here.compare("verdicts", "word", line["word"], word)
@@ -292,4 +302,5 @@ def _entry(line: Record, trainee: Trainee, verdict: Verdict) -> StageEntry:
         radius=trainee.radius_token,
         episodes=int(line["episodes"]["n"]),
         word=verdict_word(verdict),
+        from_version=int(line["from_version"]),
     )

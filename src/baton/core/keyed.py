@@ -37,6 +37,11 @@ def key(*address: str | int) -> Key:
     return Key(digest.digest()[:20])
 
 
+def beside(at: Key) -> Key:
+    """The key of the second uniforms of a draw: those that a coupled message needs beside the first ones (3.6)."""
+    return key(at.hex(), "beside")
+
+
 def philox4x32(counter: npt.NDArray[np.uint64], key_words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Philox4x32-10: counters [..., 4] and keys [..., 2] of 32-bit words (held in 64 bits) to four random 32-bit words."""
     c0, c1, c2, c3 = (counter[..., i] for i in range(4))

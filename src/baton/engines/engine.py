@@ -58,6 +58,16 @@ class Completion:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CoupledRequest:
+    """A message wanted beside one that was sampled: `request` names what to sample from, and `ids` is what the slot `beside`
+    of the same agent said to the same prompt, with the same key, limit and temperature."""
+
+    request: Request
+    beside: Slot
+    ids: TokenIds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ScoreRequest:
     """Log-probabilities wanted for `ids` after `prompt_ids`, from the sampler's own kernels."""
 
@@ -131,6 +141,11 @@ class Sampler(Protocol):
         ...
 
     async def score(self, requests: Sequence[ScoreRequest]) -> Sequence[tuple[float, ...]]: ...
+
+    async def couple(self, requests: Sequence[CoupledRequest]) -> Sequence[Completion]:
+        """One message for each request, in order: of its own slot's law exactly, and while it agrees with `ids` each token
+        differs as rarely as the two laws allow (`core.coupling`; ALGORITHMS 3.6)."""
+        ...
 
     async def publish(self, agent: AgentId, slot: Slot, weights: Weights, version: int) -> PublishProof:
         """Put weights into a slot and read back what landed. The proof's fingerprint is computed from what is held."""

@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from baton.core.batching import micro_batches
+from baton.core.coupling import coupled, inverse_cdf
 from baton.core.divergence import exact, kl, log_law
-from baton.core.keyed import uniforms
+from baton.core.keyed import beside, uniforms
 from baton.core.losses import Objective
-from baton.engines.engine import Anchor, Completion, Request, ScoreRequest
+from baton.engines.engine import Anchor, Completion, CoupledRequest, Request, ScoreRequest
 from baton.engines.models import checksums, fingerprint
 from baton.errors import ConfigError, DataError, MissingError, NonFiniteError, PublishError
 from baton.types import (
@@ -288,6 +289,36 @@ class TableSampler:
             log_p_NV = _log_laws(held.rows, names, vocabulary, request.temperature)
             scores.append(tuple(min(float(log_p_NV[i, token]), 0.0) for i, token in enumerate(request.ids)))
         return scores
+
+    async def couple(self, requests: Sequence[CoupledRequest]) -> Sequence[Completion]:
+        """Messages beside others of the same prompts, in order: of their own slot's law, as near to the others as can be."""
+        return [self._coupled(one) for one in requests]
+
+    def _coupled(self, one: CoupledRequest) -> Completion:
+        request, codec = one.request, self._codec(one.request.agent)
+        own, other = self._held(request.agent, request.slot), self._held(request.agent, one.beside)
+        draws = torch.from_numpy(uniforms([request.key, beside(request.key)], request.max_new_tokens))  # [2, T]
+        ids: list[int] = []
+        logprobs: list[float] = []
+        while len(ids) < request.max_new_tokens and not (ids and ids[-1] in codec.end_ids):
+            at, is_together = len(ids), tuple(ids) == one.ids[: len(ids)]
+            name = row_name((*request.prompt_ids, *ids))
+            log_q_1V = _log_laws(own.rows, [name], codec.vocabulary, request.temperature)
+            if is_together:
+                log_p_1V = _log_laws(other.rows, [name], codec.vocabulary, request.temperature)
+                said = torch.tensor([one.ids[at]])
+                token = int(coupled(log_p_1V, log_q_1V, draws[None, :, at], token_S=said)[1])
+            else:
+                token = int(inverse_cdf(log_q_1V.exp(), draws[0, at : at + 1]))
+            ids.append(token)
+            logprobs.append(min(float(log_q_1V[0, token]), 0.0))
+        return Completion(
+            id=request.id,
+            ids=tuple(ids),
+            logprobs=tuple(logprobs),
+            version=own.version,
+            finish_reason="stop" if ids[-1] in codec.end_ids else "length",
+        )
 
     async def publish(self, agent: AgentId, slot: Slot, weights: Weights, version: int) -> PublishProof:
         """Copy a table into a slot; the proof's fingerprint is computed from the copy.

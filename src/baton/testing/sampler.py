@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from baton.core.keyed import Key, key, uniforms
-from baton.engines.engine import Completion, Request, Sampler, ScoreRequest
+from baton.engines.engine import Completion, CoupledRequest, Request, Sampler, ScoreRequest
 from baton.errors import BatonError, PublishError
 from baton.testing.claims import Law, require
 from baton.types import AgentId, Slot, TokenIds, Weights
@@ -74,6 +74,7 @@ def check_sampler(
         _draws_have_an_address,
         _publication_lands,
         _slots_are_apart,
+        _coupled_messages,
         _cancel_ends,
     )
     for check in checks:
@@ -328,6 +329,62 @@ async def _slots_are_apart(sampler: Sampler, stage: _Stage) -> None:
     # A promoted agent must not be reached by the next candidate.
     await sampler.publish(stage.agent, "candidate", stage.weights, 3)
     await stage.serves(sampler, "promoted", stage.other, 2, "after a publication into the swapped-out slot")
+
+
+COUPLED_DRAWS = 200
+"""Messages a prompt whose first tokens are counted."""
+
+
+async def _coupled_messages(sampler: Sampler, stage: _Stage) -> None:
+    """`couple`: the same weights say the same; other weights speak their own law, and part from what was said as often as
+    the total variation of the two laws (ALGORITHMS 3.6). Counts are held within five standard deviations."""
+    await sampler.publish(stage.agent, "promoted", stage.weights, 1)
+    await sampler.publish(stage.agent, "start", stage.weights, 1)
+    await sampler.publish(stage.agent, "candidate", stage.other, 2)
+    requests = [dataclasses.replace(r, id=f"{r.id}-coupled") for r in stage.requests(draws=COUPLED_DRAWS)]
+    said = await stage.drawn(sampler, requests)
+
+    async def beside(slot: Slot, order: Sequence[Request]) -> dict[str, Completion]:
+        asked = [
+            CoupledRequest(request=dataclasses.replace(r, slot=slot), beside="promoted", ids=said[r.id].ids) for r in order
+        ]
+        heard = await sampler.couple(asked)
+        require([c.id for c in heard] == [r.id for r in order], "couple does not answer its requests in their order")
+        return {c.id: c for c in heard}
+
+    twins = await beside("start", requests)
+    for r in requests:
+        one, two = said[r.id], twins[r.id]
+        require(one.ids == two.ids, f"coupled with the same weights, request '{r.id}' says {two.ids} beside {one.ids}")
+        require(_gap(one.logprobs, two.logprobs) <= stage.tolerance, "couple reports log-probabilities of another law")
+    heard = await beside("candidate", requests)
+    backwards = await beside("candidate", list(reversed(requests)))
+    for r in requests:
+        completion = heard[r.id]
+        require(backwards[r.id].ids == completion.ids, "coupled draws depend on the order of the requests")
+        require(completion.version == 2, f"couple stamps version {completion.version}, published was 2")
+        for i, token in enumerate(completion.ids):
+            log_q_V = stage.law_of(stage.other, (*r.prompt_ids, *completion.ids[:i]), r.temperature)
+            gap = abs(float(log_q_V[token]) - completion.logprobs[i])
+            require(gap <= stage.tolerance, f"couple reports a log-probability {gap:.3g} nats from the law of its slot")
+        ends = completion.ids[-1] in stage.end_ids
+        require(ends or len(completion.ids) == r.max_new_tokens, "a coupled message is too short")
+        require(not any(t in stage.end_ids for t in completion.ids[:-1]), "a coupled message goes on after an end id")
+    for p, prompt in enumerate(stage.prompts):
+        own = requests[p * COUPLED_DRAWS : (p + 1) * COUPLED_DRAWS]
+        law_p, law_q = (stage.law_of(held, tuple(prompt), 1.0).exp() for held in (stage.weights, stage.other))
+        tv = 0.5 * float((law_p - law_q).abs().sum())
+        parted = sum(heard[r.id].ids[0] != said[r.id].ids[0] for r in own) / len(own)
+        require(
+            abs(parted - tv) <= 5.0 * (tv * (1.0 - tv) / len(own)) ** 0.5 + 1e-9,
+            f"coupled first tokens differ in {parted:.3f} of {len(own)} messages, the laws ask for {tv:.3f}",
+        )
+        token = int((law_q - law_p).abs().argmax())
+        share, q = sum(heard[r.id].ids[0] == token for r in own) / len(own), float(law_q[token])
+        require(
+            abs(share - q) <= 5.0 * (q * (1.0 - q) / len(own)) ** 0.5 + 1e-9,
+            f"coupled, id {token} comes first in {share:.3f} of {len(own)} messages; its slot's law gives it {q:.3f}",
+        )
 
 
 async def _cancel_ends(sampler: Sampler, stage: _Stage) -> None:

@@ -13,8 +13,8 @@ import torch
 
 from baton.engines import adapters, models
 from baton.engines.chat import ChatCodec, codec_of
-from baton.engines.engine import Completion, Request, ScoreRequest
-from baton.engines.local.decoding import Row, decode, decode_batches
+from baton.engines.engine import Completion, CoupledRequest, Request, ScoreRequest
+from baton.engines.local.decoding import CoupledRow, Row, decode, decode_batches, decode_coupled
 from baton.engines.local.net import Bases, Net
 from baton.errors import DataError, MissingError, ModelError, PublishError, UnsupportedError
 from baton.types import AgentId, PublishProof, Slot, Weights
@@ -152,6 +152,41 @@ class LocalSampler:
                 for i, (_, logprobs) in zip(batch, said, strict=True):
                     scores[members[i]] = logprobs
         return scores
+
+    async def couple(self, requests: Sequence[CoupledRequest]) -> Sequence[Completion]:
+        """Messages beside others of the same prompts, in order: of their own slot's law, as near to the others as can be."""
+        self._rows([one.request for one in requests])
+        groups: dict[tuple[AgentId, Slot, Slot, float], list[int]] = {}
+        for i, one in enumerate(requests):
+            self._held(one.request.agent, one.beside)
+            place = (one.request.agent, one.request.slot, one.beside, one.request.temperature)
+            groups.setdefault(place, []).append(i)
+        heard: dict[int, Completion] = {}
+        for (agent, slot, beside, temperature), members in groups.items():
+            own, end_ids = self._held(agent, slot), self._seat(agent).codec.end_ids
+            rows = [
+                CoupledRow(prompt=r.prompt_ids, limit=r.max_new_tokens, key=r.key, said=requests[i].ids)
+                for i in members
+                for r in (requests[i].request,)
+            ]
+            for batch in decode_batches(rows, self.batch_size):
+                with torch.inference_mode():
+                    said = decode_coupled(
+                        own.net,
+                        self._held(agent, beside).net,
+                        [rows[i] for i in batch],
+                        temperature=temperature,
+                        end_ids=end_ids,
+                    )
+                for i, (ids, logprobs) in zip(batch, said, strict=True):
+                    heard[members[i]] = Completion(
+                        id=requests[members[i]].request.id,
+                        ids=ids,
+                        logprobs=logprobs,
+                        version=own.version,
+                        finish_reason="stop" if ids[-1] in end_ids else "length",
+                    )
+        return [heard[i] for i in range(len(requests))]
 
     async def publish(self, agent: AgentId, slot: Slot, weights: Weights, version: int) -> PublishProof:
         """Copy weights into the slot and read them back. A model's slot keeps its tensors, an adapter's gets new ones.

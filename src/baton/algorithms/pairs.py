@@ -1,0 +1,137 @@
+"""Paired evaluation: two teams on the same prompts with the same uniforms, and what that shows (ALGORITHMS 3.6).
+
+Neither team's episodes are changed by the other's: each has its own team's law, prompts are drawn independently with
+replacement from a pool that nothing is trained or gated on, and what is shared only makes fewer pairs differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from baton.algorithms.options import CertificateOptions
+from baton.algorithms.state import Pair, PairsReport, World
+from baton.core import certificate
+from baton.core.keyed import PAIRS, key, uniforms
+from baton.rollout import Beside, Play
+from baton.types import AgentId, Episode, Slot
+
+WAVE = 64
+"""Pairs between two looks."""
+HARM = 0.05
+"""Share of harmless updates of a stage that may be rejected for harm."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claim:
+    """What a paired evaluation is asked: its levels, and which of the two teams it speaks for."""
+
+    gain: float
+    harm: float
+    is_newer_beside: bool
+    """The team that may be better is the one played beside the promoted one; else it is the promoted one."""
+
+
+def update_claim(options: CertificateOptions, *, n_agents: int, stage: int) -> Claim:
+    """Step 15: the candidate, beside the promoted team."""
+    level = certificate.miss_rate(options.delta, n_agents=n_agents, stage=stage if options.run_level else None)
+    return Claim(gain=level, harm=certificate.miss_rate(HARM, n_agents=n_agents), is_newer_beside=True)
+
+
+def stage_claim(options: CertificateOptions, *, stage: int) -> Claim:
+    """Step 20: the promoted team, beside which the team of the stage's start is played."""
+    level = certificate.miss_rate(options.delta, stage=stage if options.run_level else None)
+    return Claim(gain=level, harm=HARM, is_newer_beside=False)
+
+
+def draws(pool: int, count: int, *, at: tuple[str | int, ...]) -> list[int]:
+    """`count` places in a pool of that many prompts, independent and with replacement."""
+    return [int(u * pool) for u in uniforms([key(*at, PAIRS)], count)[0]]
+
+
+async def compare(
+    world: World,
+    *,
+    stage: int,
+    who: str,
+    versions: Mapping[AgentId, int],
+    other: Mapping[AgentId, int],
+    slots: Mapping[AgentId, Slot],
+    count: int,
+    claim: Claim,
+) -> tuple[PairsReport, list[Pair]]:
+    """Play pairs until a look decides, `count` at most: the promoted team, and the one whose changed agents have their
+    weights in `slots` (of versions `other`)."""
+    options, at = world.certificate, (world.seed, stage, who, PAIRS)
+    plays = [Play(task=world.certify[n], sibling=i) for i, n in enumerate(draws(len(world.certify), count, at=at))]
+    total = 2 * count * len(world.table.seats) * world.table.protocol.own_turns
+    found: list[Pair] = []
+
+    def tick() -> None:
+        world.journal.tick(f"{who}: pairs", total)
+
+    while True:
+        wave = plays[len(found) : len(found) + WAVE]
+        played = await world.table.play(wave, address=at, versions=versions, tick=tick)
+        beside, apart = None, at
+        if options.coupling == "none":
+            apart = (*at, "apart")
+        else:
+            beside = Beside(episodes=played, slots={}, coupling=options.coupling)
+        others = await world.table.play(wave, address=apart, versions=other, slots=slots, tick=tick, beside=beside)
+        found += [Pair(promoted=a, beside=b) for a, b in zip(played, others, strict=True)]
+        report = judged(found, options, claim, reward_range=world.reward_range, changed=tuple(slots), pool=world.pool)
+        if len(found) == count or is_decided(report, options):
+            return report, found
+
+
+def is_decided(report: PairsReport, options: CertificateOptions) -> bool:
+    """No further pair is needed: harm is shown, or a gain by the bound that may be asked again and again."""
+    is_shown = options.method == "betting" and report.gain.verdict == "positive"
+    return is_shown or report.harm.verdict == "positive"
+
+
+def judged(
+    pairs: Sequence[Pair],
+    options: CertificateOptions,
+    claim: Claim,
+    *,
+    reward_range: tuple[float, float],
+    changed: Sequence[AgentId],
+    pool: str,
+) -> PairsReport:
+    """What these pairs show: the gain, and the harm, of the newer team."""
+    low, high = reward_range
+    beside, promoted = [_return(p.beside) for p in pairs], [_return(p.promoted) for p in pairs]
+    newer, older = (beside, promoted) if claim.is_newer_beside else (promoted, beside)
+    compared = [_tokens(p.promoted, p.beside, changed) for p in pairs]
+    tokens = sum(n for n, _ in compared)
+    return PairsReport(
+        n=len(pairs),
+        discordance=sum(a != b for a, b in zip(newer, older, strict=True)) / len(pairs),
+        parted=sum(apart for _, apart in compared) / tokens if tokens else 0.0,
+        missing=sum(r is None for r in (*newer, *older)),
+        coupling=options.coupling,
+        is_run_level=options.run_level,
+        pool=pool,
+        gain=certificate.measured(newer, older, low=low, high=high, level=claim.gain, method=options.method),
+        harm=certificate.measured(older, newer, low=low, high=high, level=claim.harm),
+    )
+
+
+def _return(episode: Episode) -> float | None:
+    return episode.reward if episode.is_scored else None
+
+
+def _tokens(one: Episode, other: Episode, changed: Sequence[AgentId]) -> tuple[int, int]:
+    """(tokens of changed agents on a shared prefix, 1 if the last of them differs else 0)."""
+    compared = 0
+    for a, b in zip(one.turns, other.turns, strict=False):
+        if a.agent in changed:
+            for x, y in zip(a.ids, b.ids, strict=False):
+                compared += 1
+                if x != y:
+                    return compared, 1
+        if (a.agent, a.text, a.ids) != (b.agent, b.text, b.ids):
+            break
+    return compared, 0

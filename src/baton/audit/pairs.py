@@ -1,0 +1,75 @@
+"""Paired evaluations: what was played, when it could end, and what it shows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from baton.algorithms import pairs
+from baton.algorithms.state import Pair, PairsReport
+from baton.audit.episodes import EpisodeFiles, Part, Playing
+from baton.audit.findings import NOT_COUPLED
+from baton.audit.subject import Subject
+from baton.core.keyed import PAIRS
+from baton.rollout import BESIDE, Play
+from baton.types import AgentId
+
+
+class Comparisons:
+    """Pairs of an update or a stage against the plays that they should be of."""
+
+    def __init__(self, subject: Subject, files: EpisodeFiles) -> None:
+        self.subject, self.files = subject, files
+
+    def check(
+        self,
+        promoted: Part,
+        beside: Part,
+        *,
+        stage: int,
+        who: str,
+        versions: Mapping[AgentId, int],
+        other: Mapping[AgentId, int],
+        count: int,
+        claim: pairs.Claim,
+    ) -> tuple[PairsReport | None, list[Pair]]:
+        """The report that follows from the rows, and the pairs; None where there are none or their episodes do not fit."""
+        found, world = self.subject.found, self.subject.world
+        options, at = world.certificate, (world.seed, stage, who, PAIRS)
+        n, here = len(promoted.rows), found.at(promoted.file)
+        if n != len(beside.rows):
+            here.wrong("pairs", "episodes of the promoted team, and of the other", n, len(beside.rows))
+            return None, []
+        if not n:
+            here.wrong("pairs", "holds no pair, and pairs were to be played")
+            return None, []
+        drawn = pairs.draws(len(world.certify), count, at=at)[:n]
+        plays = [Play(task=world.certify[place], sibling=i) for i, place in enumerate(drawn)]
+        is_apart = options.coupling == "none"
+        first = Playing(table=world.table, address=at, versions=versions, drawn_from="certify")
+        second = Playing(
+            table=world.table,
+            address=(*at, "apart") if is_apart else at,
+            versions=other,
+            drawn_from="certify",
+            suffix="" if is_apart else BESIDE,
+        )
+        one = self.files.check(promoted, first, plays, "pair")
+        two = self.files.check(beside, second, plays, "beside")
+        if len(one) != n or len(two) != n:
+            return None, []
+        played = [Pair(promoted=a, beside=b) for a, b in zip(one, two, strict=True)]
+        found.ok("pairs", n)
+        found.skip("pairs", NOT_COUPLED, n)
+        changed = [a for a in versions if versions[a] != other[a]]
+
+        def report(part: Sequence[Pair]) -> PairsReport:
+            return pairs.judged(part, options, claim, reward_range=world.reward_range, changed=changed, pool=world.pool)
+
+        for looked in range(pairs.WAVE, n, pairs.WAVE):
+            if pairs.is_decided(report(played[:looked]), options):
+                here.wrong("pairs", f"{looked} pairs decided already, and more were played", n, looked)
+                break
+        whole = report(played)
+        if n < count and (n % pairs.WAVE or not pairs.is_decided(whole, options)):
+            here.wrong("pairs", "nothing was decided yet, and no more pairs were played", n, count)
+        return whole, played
