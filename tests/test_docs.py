@@ -186,7 +186,8 @@ def spoken_strings(path: Path) -> list[str]:
 
 def test_no_text_of_the_source_promises_what_no_certificate_shows() -> None:
     found = [(path.name, s) for path in sorted(SOURCE.rglob("*.py")) for s in spoken_strings(path) if RESERVED.search(s)]
-    assert not found
+    # The words of a positive certificate; tests/e2e/test_pairs.py holds what stands beside them.
+    assert found == [("certificates.py", "certified improvement of at least ")]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

@@ -35,10 +35,11 @@ from claim import KEEPS_RESULTS, Results, arguments, arm_of, guarded, last_line,
 from baton.algorithms import sat
 from baton.algorithms.acceptance import Trainee
 from baton.algorithms.options import GateOptions, ObjectiveOptions, PenaltyOptions, SatOptions
-from baton.algorithms.state import AgentState, Evidence, Position, StageReport, UpdateReport, World
+from baton.algorithms.state import AgentState, Evidence, Pair, Position, StageReport, UpdateReport, World
 from baton.core.keyed import Key, key, uniform
 from baton.engines.engine import Completion, Request
 from baton.engines.table import TableCodec, TableLearner, TableSampler, row_name
+from baton.errors import MissingError
 from baton.protocols import Debate
 from baton.rollout import Seat, Table
 from baton.team import Member, Team
@@ -204,8 +205,11 @@ class Unwritten:
     ) -> None:
         pass
 
-    def stage(self, report: StageReport) -> None:
+    def stage(self, report: StageReport, pairs: Sequence[Pair]) -> None:
         pass
+
+    def weights(self, agent: AgentId, version: int) -> Weights:
+        raise MissingError(f"{agent}@{version}: nothing is kept here")
 
     def rest(self) -> None:
         pass

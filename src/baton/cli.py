@@ -41,6 +41,7 @@ from baton.evaluation import evaluate, evaluate_model
 from baton.host import deaf
 from baton.journal import Run, open_run
 from baton.records import Record
+from baton.ui import certificates
 from baton.ui import report as pages
 
 FAILED, BAD_INPUT, STALLED, INTERRUPTED, NO_READER = 1, 2, 3, 130, 141
@@ -187,6 +188,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     inspect.add_argument("run", metavar="RUN", help="run directory")
     inspect.add_argument("--stage", type=_count, metavar="N", help="one stage, with every look of the gate")
+    inspect.add_argument(
+        "--certificates",
+        action="store_true",
+        help="every certificate: the published bounds and what pairs of episodes show",
+    )
     _json(inspect)
 
     episodes = command(
@@ -400,14 +406,22 @@ def _inspect(arguments: argparse.Namespace) -> int:
         _print(["start", *show.start_lines(start)])
         if updates:
             _print(["", *show.update_table(chosen)])
-        if complete:
-            _print(["", "the published bound, for information only", *map(show.certificate_line, complete)])
+        if arguments.certificates:
+            _print(["", *certificates.lines(chosen, complete)])
+        elif complete:
+            _print(["", "the published bound, for information only", *map(certificates.published_line, complete)])
+            told = [f"stage {s['stage']}: {certificates.statement(s['pairs'], 'stage')}" for s in complete if s.get("pairs")]
+            _print(["", *told] if told else [])
         _print(["", *show.summary_lines(show.summary(updates, [a.name for a in config.agents]))])
         return 0
     for update in chosen:
-        _print(["", *show.update_details(update)])
+        pairs = certificates.pairs_lines(update["pairs"], "update") if update.get("pairs") else []
+        _print(["", *show.update_details(update), *pairs])
     for stage in complete:
-        _print(["", *show.certificate_lines(stage)])
+        pairs = certificates.pairs_lines(stage["pairs"], "stage") if stage.get("pairs") else []
+        _print(["", *certificates.published_lines(stage), *pairs])
+    if arguments.certificates:
+        _print(["", *certificates.lines(chosen, complete)])
     return 0
 
 

@@ -439,32 +439,6 @@ def start_lines(start: Record) -> list[str]:
     return lines
 
 
-def certificate_line(stage: Record) -> str:
-    """The published bound of a stage, which is information and never a guarantee."""
-    achieved, configured = stage["achieved"], stage["configured"]
-    if achieved is None:
-        return f"stage {stage['stage']}: no published bound: a divergence is infinite"
-    radii = (
-        "none with the radii, of which one is infinite"
-        if configured is None
-        else f"{configured['lower_bound']:.4g} with the radii"
-    )
-    return (
-        f"stage {stage['stage']}: published bound {achieved['lower_bound']:.4g} with achieved divergences, "
-        f"{radii}; {achieved['verdict']} ({achieved['reason']})"
-    )
-
-
-def certificate_lines(stage: Record) -> list[str]:
-    """The published bound of a stage term by term."""
-    rows: list[Sequence[str]] = [["  term", "value", "basis", "note"]]
-    if stage["achieved"] is None:
-        return [certificate_line(stage)]
-    for term in stage["achieved"]["terms"]:
-        rows.append([f"  {term['name']}", f"{term['value']:.4g}", term["basis"], term["note"]])
-    return [certificate_line(stage), *table(rows, right=(1,))]
-
-
 def summary(updates: Sequence[Record], agents: Sequence[str]) -> Record:
     """What a run came to, per agent, over all its updates. `kl_over_radius` is the mean over promoted updates."""
     failed: Counter[str] = Counter()

@@ -40,6 +40,7 @@ from torch import Tensor
 
 from baton.algorithms.acceptance import ReplaySums
 from baton.algorithms.state import AgentState, Evidence, Pair, Position, StageEntry, StagePlan
+from baton.core.certificate import Certificate, Term
 from baton.errors import RunError, cause
 from baton.team import Member, Team
 from baton.types import Episode, Failed, GateRecord, Outcome, Scored, Snapshot, TokenDivergence, Truncated, Turn
@@ -239,6 +240,12 @@ def _stage_plan(record: Record | None) -> StagePlan | None:
 def read_looks(record: Record) -> tuple[GateRecord, ...]:
     """The looks of an update's record."""
     return tuple(GateRecord(**look) for look in record["looks"])
+
+
+def read_certificate(record: Record) -> Certificate:
+    """The certificate that a record holds. JSON5's infinities come back as they were."""
+    rest = {k: v for k, v in record.items() if k != "terms"}
+    return Certificate(terms=tuple(Term(**term) for term in record["terms"]), **rest)
 
 
 # ---- versions --------------------------------------------------------------------------------------------------

@@ -50,11 +50,16 @@ def metrics_of(record: Record) -> dict[str, float]:
     What was not measured is absent: an update without a gate has no divergence.
     """
     if record["kind"] == "stage":
-        entries = record["entries"]
-        return {
-            "stage/number": float(record["stage"]),
-            "stage/accepted": sum(entry["word"] != "rejected" for entry in entries) / len(entries),
-        } | ({"stage/published_bound": float(record["achieved"]["lower_bound"])} if record["achieved"] else {})
+        entries, pairs = record["entries"], record.get("pairs")
+        measured = {} if pairs is None else {"stage/gain_at_least": float(pairs["gain"]["lower_bound"])}
+        return (
+            measured
+            | {
+                "stage/number": float(record["stage"]),
+                "stage/accepted": sum(entry["word"] != "rejected" for entry in entries) / len(entries),
+            }
+            | ({"stage/published_bound": float(record["achieved"]["lower_bound"])} if record["achieved"] else {})
+        )
     agent, verdict, episodes = str(record["agent"]), record["verdict"], record["episodes"]
     accepted = record["to_version"] is not None
     found = {
@@ -68,6 +73,8 @@ def metrics_of(record: Record) -> dict[str, float]:
         "failed": sum(episodes["failed"].values()),
         "seconds": record["seconds"]["total"],
     }
+    if (pairs := record.get("pairs")) is not None:
+        found |= {"gain_at_least": pairs["gain"]["lower_bound"], "discordance": pairs["discordance"]}
     gate: Record | None = verdict["gate"]
     if gate is not None:
         found |= {

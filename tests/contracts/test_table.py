@@ -18,7 +18,7 @@ from baton.core.advantages import batch_mean
 from baton.core.batching import token_batch, trajectories, with_advantages
 from baton.core.keyed import key, uniforms
 from baton.core.losses import REASONING, Dis, Is, Objective, SecondMoment
-from baton.engines.engine import Anchor, Completion, Learner, Request, Sampler, ScoreRequest
+from baton.engines.engine import Anchor, Completion, CoupledRequest, Learner, Request, Sampler, ScoreRequest
 from baton.engines.table import (
     TableAnchor,
     TableCodec,
@@ -311,6 +311,26 @@ class ServesTheStartFromAnEmptySlot(Wrapped):
         return super()._held(agent, slot if (agent, slot) in self._slots else "promoted")
 
 
+class CouplesApart(Wrapped):
+    """Draws beside what was said as if nothing had been."""
+
+    async def couple(self, requests: Sequence[CoupledRequest]) -> Sequence[Completion]:
+        alone = [dataclasses.replace(one.request, key=key("alone", one.request.id)) for one in requests]
+        return [c async for c in self.submit(alone)]
+
+
+class RepeatsWhatWasSaid(Wrapped):
+    def _coupled(self, one: CoupledRequest) -> Completion:
+        return dataclasses.replace(super()._coupled(one), ids=one.ids)
+
+
+class CouplesBySharedUniforms(Wrapped):
+    """The inverse CDF at the same uniforms: the right law, and apart more often than need be."""
+
+    async def couple(self, requests: Sequence[CoupledRequest]) -> Sequence[Completion]:
+        return [c async for c in self.submit([one.request for one in requests])]
+
+
 class CancelsForEver(Wrapped):
     async def cancel(self, ids: Collection[str]) -> None:
         self._gone = {*getattr(self, "_gone", ()), *ids}
@@ -345,6 +365,9 @@ class CancelsForEver(Wrapped):
         (SwapsNothing, "after a swap"),
         (CopiesInsteadOfSwapping, "after a swap"),
         (ServesTheStartFromAnEmptySlot, "answers although nothing was published"),
+        (CouplesApart, "coupled with the same weights, request"),
+        (RepeatsWhatWasSaid, "couple reports a log-probability"),
+        (CouplesBySharedUniforms, "coupled first tokens differ in"),
         (CancelsForEver, "without answering 1"),
     ],
 )

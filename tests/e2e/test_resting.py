@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +14,11 @@ import pytest
 import torch
 import worlds
 
+import baton
 from baton import assemble, records, run
+from baton import journal as journals
 from baton.config import Config
+from baton.engines import models
 from baton.engines.local import LocalLearner
 from baton.engines.table import TableLearner
 from baton.resting import Resting
@@ -170,3 +177,43 @@ def test_tensors_of_a_large_file_are_read_one_at_a_time(tmp_path: Path, monkeypa
         assert list(one) == list(other) and len(one) == 1 and all(torch.equal(one[n], other[n]) for n in one)
     with pytest.raises(KeyError):
         moments["w"]
+
+
+# ---- what is loaded, and who waits -----------------------------------------------------------------------------
+
+
+def test_a_team_and_its_start_are_measured_on_models_that_are_loaded_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And come to what they come to when each is loaded anew."""
+    monkeypatch.setenv("BATON_CACHE", str(tmp_path / "cache"))
+    run.train(worlds.relay("algorithm.stages=1"), run=tmp_path / "run")
+    made: list[tuple[str, ...]] = []
+    crew = assemble.crew
+
+    def counted(config: Any, folders: Any, *, learners: Any) -> Any:
+        made.append(tuple(folders))
+        return crew(config, folders, learners=learners)
+
+    monkeypatch.setattr(assemble, "crew", counted)
+    kept = baton.evaluate(tmp_path / "run", baselines=False, episodes=16)["rows"]
+    assert made == [("first", "second")]
+    monkeypatch.setattr(assemble.LocalCrew, "fits", lambda *_: False)
+    anew = baton.evaluate(tmp_path / "run", baselines=False, episodes=16)["rows"]
+    assert len(made) == 3 and kept == anew
+    assert {row["name"] for row in kept} == {"team", "untrained team"}
+
+
+def test_the_models_of_another_measurement_are_not_taken_for_these(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_CACHE", str(tmp_path))
+    settings = worlds.relay()
+    small, large = (models.resolve(spec) for spec in ("tiny:64k", "tiny:100k"))
+    crew = assemble.crew(settings, dict.fromkeys(("first", "second"), small), learners=[])
+    assert crew.fits("first", small) and not crew.fits("first", large)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="niceness of a thread is Linux's")
+def test_whoever_writes_gives_way_to_the_loop() -> None:
+    with ThreadPoolExecutor(max_workers=1, initializer=journals._go_last) as pool:  # pyright: ignore[reportPrivateUsage]
+        there = pool.submit(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id())).result()
+    assert there == 19 and os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) < 19

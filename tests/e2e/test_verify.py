@@ -26,6 +26,7 @@ from baton.audit import (
     KL_FLOOR,
     NOT_ALLOCATED,
     NOT_CALLED,
+    NOT_COUPLED,
     NOT_HEARD,
     NOT_MEASURED,
     NOT_PROMOTED,
@@ -58,6 +59,8 @@ ABC = {"agents": "abc"}
 REUSE = worlds.parity(*SHORT, "algorithm.data=reuse", "algorithm.order=static", **ABC)
 RETRIES = worlds.parity(*SHORT, "algorithm.backtrack.tries=3", "agents.b.lr=5")
 RADII = worlds.parity(*SHORT, "algorithm.radius_allocation=greedy", **ABC)
+BOTH = ("certificate.update_pairs=256", "certificate.stage_pairs=256")
+PAIRS = worlds.parity(*SHORT, "env.prompts=400", "agents.b.lr=5", *BOTH)
 OPTIONS = {
     "reuse": (REUSE, set[str]()),
     "reuse without weights": (
@@ -93,6 +96,17 @@ OPTIONS = {
             *("agents.first.trainable=false", 'agents.first.lr="auto"', 'agents.first.radius="preset"'),
         ),
         set[str](),
+    ),
+    "pairs": (PAIRS, {NOT_COUPLED}),
+    "pairs apart, of models": (
+        worlds.relay(
+            KEEP, "algorithm.stages=1", "env.prompts=400", "certificate.stage_pairs=256", "certificate.coupling=none"
+        ),
+        {NOT_COUPLED},
+    ),
+    "pairs of a joint stage": (
+        worlds.parity(*SHORT, "algorithm.name=joint", "env.prompts=400", *BOTH, "certificate.method=bernstein"),
+        {NOT_COUPLED},
     ),
     "adapters": (worlds.adapters(KEEP, "algorithm.stages=1"), set[str]()),
     "adapters in bf16": (worlds.adapters(KEEP, "algorithm.stages=1", "engine.dtype=bfloat16"), set[str]()),
@@ -216,7 +230,7 @@ def test_an_honest_run_holds_and_nothing_unexpected_goes_unchecked(name: str, ma
     report = baton.verify(path)
     assert report["faults"] == [] and report["holds"]
     assert {one["reason"] for one in report["not_checked"]} <= EXPECTED | ({FOREIGN} if name == "models" else set())
-    assert {check["check"] for check in report["checks"] if check["checked"]} == set(CHECKS)
+    assert {check["check"] for check in report["checks"] if check["checked"]} == set(CHECKS) - {"pairs"}
     checked = {check["check"]: check["checked"] for check in report["checks"]}
     updates = run.Run(path).updates
     promoted = [u for u in updates if u["to_version"] is not None]
@@ -485,6 +499,79 @@ def test_a_reward_also_where_every_sum_was_mended(copy: Callable[[Config], Path]
     mend_sums(path)
     found = faults(path)
     assert named(found, "rewards", file, "recorded 1.0, recomputed 0.0") and not named(found, "counts", "episodes.reward")
+
+
+def compared(path: Path) -> Record:
+    """The first update with pairs."""
+    return next(u for u in run.Run(path).updates if u["pairs"])
+
+
+def test_a_reward_of_a_pair_and_what_follows_from_it(copy: Callable[[Config], Path]) -> None:
+    path = copy(PAIRS)
+    update = compared(path)
+
+    def better(rows: list[Record]) -> None:
+        row = next(r for r in rows if r["use"] == "beside" and r["reward"] == 0.0)
+        row["reward"] = 1.0
+
+    change_rows(path, update["episodes_file"], better)
+    found = faults(path)
+    assert named(found, "rewards", update["episodes_file"], "recorded 1.0, recomputed 0.0")
+    assert named(found, "pairs", "pairs.gain.lower_bound")
+
+
+@pytest.mark.parametrize("change", ["gain", "harm", "pool", "discordance", "none"])
+def test_what_the_pairs_of_an_update_are_said_to_show(change: str, copy: Callable[[Config], Path]) -> None:
+    path = copy(PAIRS)
+    update = compared(path)
+
+    def other(line: Record) -> None:
+        said = line["pairs"]
+        if change in ("gain", "harm"):
+            said[change] |= {"lower_bound": 0.5, "verdict": "positive", "is_vacuous": False}
+        elif change == "none":
+            line["pairs"] = None
+        else:
+            said[change] = "x" if change == "pool" else 0.9
+
+    change_update(path, update["index"], other)
+    found = faults(path)
+    assert named(found, "pairs")
+    assert named(found, "verdicts", "verdict", "rejected harm") == (change == "harm")
+
+
+def test_pairs_that_were_left_out_or_drawn_elsewhere(copy: Callable[[Config], Path]) -> None:
+    path = copy(PAIRS)
+    file = compared(path)["episodes_file"]
+    kept = records.read_episodes(path / file)
+    last = max(n for n, row in enumerate(kept) if row["use"] == "pair")
+    records.write_episodes(path / file, [row for n, row in enumerate(kept) if n != last])
+    assert named(faults(path), "pairs", file, "episodes of the promoted team, and of the other")
+    both = {last, max(n for n, row in enumerate(kept) if row["use"] == "beside")}
+    records.write_episodes(path / file, [row for n, row in enumerate(kept) if n not in both])
+    assert named(faults(path), "pairs", file, "no more pairs were played")
+    test = next(row for row in kept if row["use"] == "train")
+    swapped = [dict(row, task_id=test["task_id"], prompt=test["prompt"]) if n == last else row for n, row in enumerate(kept)]
+    records.write_episodes(path / file, swapped)
+    assert named(
+        faults(path), "episodes", file, f"row {last + 1}", "the task is of the train set, these are drawn from certify"
+    )
+
+
+def test_the_pairs_of_a_stage(copy: Callable[[Config], Path]) -> None:
+    path = copy(PAIRS)
+    stage = next(line for line in lines_of(path) if line["kind"] == "stage" and line["pairs"])
+    file = records.stage_pairs_file(stage["stage"])
+    lines = lines_of(path)
+    for line in lines:
+        if line["kind"] == "stage" and line["stage"] == stage["stage"]:
+            line["pairs"]["gain"]["lower_bound"] += 0.01
+    rewrite(path, lines)
+    assert named(faults(path), "sequence", "pairs.gain.lower_bound")
+    change_rows(path, file, lambda rows: rows[-1]["turns"][0].update(text="x"))
+    assert named(faults(path), "episodes", file, "the text is not that of the sampled ids")
+    (path / file).unlink()
+    assert named(faults(path), "files", file, "is gone")
 
 
 def test_a_failed_episode_that_was_given_a_reward(copy: Callable[[Config], Path]) -> None:
@@ -1133,7 +1220,7 @@ def test_the_command_says_what_was_checked_and_exits_by_it(
     assert main(["verify", str(path)]) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[-1] == f"{path}: everything that was checked holds"
-    assert [line.split()[0] for line in out.splitlines()[1:12]] == list(CHECKS)
+    assert [line.split()[0] for line in out.splitlines()[1:13]] == list(CHECKS)
     assert NOT_STEPPED in out
     change_update(path, 3, lambda line: line["episodes"].update(reward=0.99))
     assert main(["verify", str(path), "--json"]) == 1

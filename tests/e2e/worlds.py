@@ -369,7 +369,10 @@ def final(path: Path) -> dict[str, Any]:
         "steps": {n: f["steps"] for n, f in files.items()},
         "agents": opened.position.agents,
         "updates": [(u["stage"], u["agent"], u["word"], u["looks"], u["episodes"]) for u in opened.updates],
-        "stages": [(s["stage"], s["entries"]) for s in opened.records("stage")],
+        "stages": [
+            (s["stage"], [{k: v for k, v in e.items() if k != "from_version"} for e in s["entries"]])
+            for s in opened.records("stage")
+        ],
     }
 
 

@@ -272,7 +272,8 @@ class Evidence:
                 episodes = [e for part in parts for e in part.episodes]
                 tested = update if is_own and update.line["replay"] is not None else None
                 uses = [part.use for part in parts]
-                self.waiting.score(seat, version, update.episodes_file, uses, episodes, update=tested)
+                replayed = tested if "train" in uses else None
+                self.waiting.score(seat, version, update.episodes_file, uses, episodes, update=replayed)
 
     def _reuse(self, update: Update, before: Position) -> None:
         """Who has changed since the shared episodes were played; what that makes of them waits for the changed versions."""

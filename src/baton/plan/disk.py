@@ -65,6 +65,12 @@ def record(prepared: Prepared, team: Sequence[Member], update: Rehearsal) -> Rec
         )
         logs["ordering, once a stage"] = ordering
         rows += ordering * a.stages
+    pairs = config.certificate
+    if most := len(names) * pairs.update_pairs + pairs.stage_pairs:
+        logs["pairs, at most, a stage"] = (
+            2 * most * _episodes_bytes(prepared, {"pair": update.train}) // max(1, len(update.train))
+        )
+        rows += logs["pairs, at most, a stage"] * a.stages
     return {
         "accepted_update": per_update,
         "weights_of_a_version": version,

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from baton import records
-from baton.algorithms.options import SatOptions
+from baton.algorithms.options import CertificateOptions, SatOptions
 from baton.assemble import Plan as Prepared
 from baton.config import Config
 from baton.core import batching
@@ -42,8 +42,17 @@ class Term:
     phases: tuple[Phase, ...] = PHASES
 
 
+NO_PAIRS = CertificateOptions()
+
+
 def memory_terms(
-    team: Sequence[Member], mover: Member, moved: frozenset[AgentId], *, options: SatOptions, work: Mapping[str, int]
+    team: Sequence[Member],
+    mover: Member,
+    moved: frozenset[AgentId],
+    *,
+    options: SatOptions,
+    work: Mapping[str, int],
+    pairs: CertificateOptions = NO_PAIRS,
 ) -> list[Term]:
     """Everything that is held while `mover` is updated and the agents `moved` have been before: THE memory model.
 
@@ -64,6 +73,8 @@ def memory_terms(
         before = 4 * p + moments
     searched: tuple[Phase, ...] = AWAKE if options.backtrack.tries > 1 else ("gate", "commit")
     is_searched = options.looks > 1
+    has_start = options.name == "independent" or bool(pairs.stage_pairs and moved)
+    played: tuple[Phase, ...] = ("order", "sample", *(("commit",) if pairs.update_pairs else ()))
     # An adapter's slot gets new tensors every time; a slot that was emptied too.
     is_new = mover.leaves or mover.lora is not None or mover.agent not in moved
     return [
@@ -72,7 +83,7 @@ def memory_terms(
         Term(name="sampler: promoted slots", bytes=sum(m.served for m in team)),
         Term(name="sampler: candidate slots", bytes=sum(m.served for m in trained if m.agent in moved and not m.leaves)),
         Term(name="sampler: candidate slot, new", bytes=mover.served if is_new else 0, phases=("commit",)),
-        Term(name="sampler: start slots", bytes=sum(m.served for m in trained) if options.name == "independent" else 0),
+        Term(name="sampler: start slots", bytes=sum(m.served for m in trained) if has_start else 0),
         Term(name="other learners: fp32 masters", bytes=sum(4 * m.parameters for m in keepers)),
         Term(name="other learners: served copies", bytes=sum(m.copy for m in keepers)),
         Term(name="other learners: AdamW moments", bytes=sum(8 * m.parameters for m in keepers if m.agent in moved)),
@@ -92,8 +103,10 @@ def memory_terms(
         Term(name="anchors: hidden states and unembeddings", bytes=work["anchors"], phases=AWAKE),
         Term(name="activations and logits of the biggest micro-batch", bytes=work["activations"], phases=("step",)),
         Term(name="laws at the probe states", bytes=work["laws"], phases=("gate",)),
-        Term(name="decode batch: activations and laws", bytes=work["decoding"], phases=("order", "sample")),
-        Term(name="decode batch: keys and values", bytes=work["kv"], phases=("order", "sample")),
+        Term(name="decode batch: activations and laws", bytes=work["decoding"], phases=played),
+        Term(name="decode batch: keys and values", bytes=work["kv"], phases=played),
+        # Both teams' networks read the same tokens side by side.
+        Term(name="decode batch: keys and values beside", bytes=work["kv"] if pairs.update_pairs else 0, phases=("commit",)),
         Term(name="scores of episodes, one by one", bytes=work["scores"], phases=("order",)),
     ]
 
@@ -110,7 +123,14 @@ def record(prepared: Prepared, team: Sequence[Member], update: Rehearsal) -> Rec
     moved: frozenset[AgentId] = frozenset()
     best: tuple[int, str, Phase, list[Term]] | None = None
     for _, agent in updates(two, tuple(trained), config.seed):
-        terms = memory_terms(team, trained[agent], moved, options=config.algorithm, work={**work[agent], **common})
+        terms = memory_terms(
+            team,
+            trained[agent],
+            moved,
+            options=config.algorithm,
+            work={**work[agent], **common},
+            pairs=config.certificate,
+        )
         for phase in phases:
             total = sum(t.bytes for t in terms if phase in t.phases)
             if best is None or total > best[0]:

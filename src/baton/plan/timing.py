@@ -73,6 +73,9 @@ def record(prepared: Prepared, team: Sequence[Member], update: Rehearsal, report
     if measured_on := ordering_episodes(a):
         scored = sum(measured[m.agent]["score"] for m in trained) * measured_on
         stage["order"] = collected * measured_on / len(update.train) + scored
+    pairs = config.certificate
+    if most := len(trained) * pairs.update_pairs + pairs.stage_pairs:
+        stage["pairs, at most"] = 2 * most * collected / len(update.train)
     total = sum(stage.values())
     # A backward is two forwards, of an adapter about one; a mask over the whole batch takes a forward of its own.
     more = 1 if a.objective.loss(penalty=0.0).needs_batch else 0

@@ -23,7 +23,7 @@ from baton.errors import ConfigError, MissingError, RunError
 from baton.journal import Run, open_run
 from baton.records import Record
 from baton.types import AgentId
-from baton.ui import chart
+from baton.ui import certificates, chart
 from baton.ui.chart import Timeline, text
 
 EPISODES = 20
@@ -773,6 +773,7 @@ def _certificates(view: View) -> str:
         "always <b>void</b>: it rests on terms that are assumed, not measured. Nothing is concluded from it; what baton "
         "states of an update is that it stayed inside its trust region on the probe prompts."
     )
+    intro = _paired(view) + intro
     if not view.stages:
         return intro + _note("No stage is complete yet.")
     bounded = [stage for stage in view.stages if stage["achieved"]]
@@ -814,6 +815,29 @@ def _certificates(view: View) -> str:
         f"{_table(['term', *head, 'basis', 'note'], rows, right=(1, 2), wide=(4,))}"
         "<details><summary>Every stage</summary>"
         f"{_table(['stage', *head, 'verdict', 'updates'], bounds, right=(0, 1, 2), wide=(4,))}</details>"
+    )
+
+
+def _paired(view: View) -> str:
+    """What pairs of episodes show; nothing where none were played."""
+    shown = [row for row in certificates.rows(view.updates, view.stages) if row[2] == "measured"]
+    if not shown:
+        return ""
+    pairs = [record["pairs"] for record in (*view.updates, *view.stages) if record.get("pairs")]
+    pools = ", ".join(sorted({found["pool"][:12] for found in pairs}))
+    note = _note(
+        "Lower bounds on the gain in mean reward, from episodes of both teams on the same prompts. They speak for the "
+        f"prompt pool {text(pools)} and for nothing else; <b>inconclusive</b> means that no gain is shown."
+    )
+    rows = [[text(cell) for cell in row] for row in shown]
+    told = [
+        f"<li>Stage {stage['stage']}: {text(certificates.statement(stage['pairs'], 'stage'))}</li>"
+        for stage in view.stages
+        if stage.get("pairs")
+    ]
+    return (
+        f"<h3>Measured</h3>{note}{_table(list(certificates.HEAD), rows, right=(0, 3, 5, 6, 7))}"
+        f"<ul>{''.join(told)}</ul><h3>Published</h3>"
     )
 
 
