@@ -18,6 +18,7 @@ import claim
 import conflict
 import drift
 import gate_audit
+import monotone
 import numpy as np
 import order
 import pytest
@@ -30,13 +31,14 @@ import worlds
 from scipy import optimize, stats
 
 import baton
-from baton import records
+from baton import assemble, config, records
 from baton.core.keyed import key
 from baton.engines.engine import Request
-from baton.engines.table import TableCodec, TableLearner
+from baton.engines.table import TableCodec, TableLearner, row_name
 from baton.envs.relay import RelayEnv, RelayOptions
 from baton.errors import ConfigError, MissingError, RunError
 from baton.testing import check_env
+from baton.types import Turn
 from reference import mdp
 
 # ---- results that outlive the process ----------------------------------------------------------------------------------
@@ -541,10 +543,41 @@ def test_the_bars_of_one_against_three_can_fail() -> None:
     ]
 
 
+# ---- monotone ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_teams_true_accuracy_is_enumerated() -> None:
+    """Uniform tables guess; tables that say their view and add up the two bits are always right."""
+    plan = assemble.prepare(config.load(monotone.CONFIG), root=monotone.CONFIG.parent)
+    tasks = list({t.views: t for t in map(plan.env.task, range(plan.env.size))}.values())
+    assert len(tasks) == 4
+    assert monotone.accuracy(plan, tasks, {"a": {}, "b": {}}) == pytest.approx(0.5)
+    seats, protocol = plan.seats, plan.protocol
+    tables: dict[str, dict[str, torch.Tensor]] = {"a": {}, "b": {}}
+    for task in tasks:
+        first = seats[0].codec.encode(protocol.messages(task, (), 0, seats[0].system))
+        own, other = (int(view.rstrip(".")[-1]) for view in task.views)
+        tables["a"][row_name(first)] = torch.tensor([50.0, 0.0] if own == 0 else [0.0, 50.0])
+        turn = Turn(
+            kind="action", agent="a", seat=0, text=str(own), prompt_ids=first, ids=(own,), logprobs=(0.0,), versions=(0,)
+        )
+        second = seats[1].codec.encode(protocol.messages(task, (turn,), 1, seats[1].system))
+        tables["b"][row_name(second)] = torch.tensor([50.0, 0.0] if own == other else [0.0, 50.0])
+    assert monotone.accuracy(plan, tasks, tables) == pytest.approx(1.0)
+    assert monotone.accuracy(plan, [*tasks, *tasks[:1]], tables | {"a": {}}) == pytest.approx(0.5)
+
+
+def test_a_run_tells_of_each_accepted_update_what_it_truly_did() -> None:
+    found = monotone.one((("certificate.update_pairs=256", "gate.preset=demo"), 1, 3))
+    assert found["changes"] and all(0 < c["n"] <= 256 and c["bound"] is not None for c in found["changes"])
+    assert found["accuracy"] == pytest.approx(0.5 + sum(c["change"] for c in found["changes"]))
+    assert monotone.share({"changes": [{"change": -0.1}, {"change": 0.1}, {"change": 0.0}]}, 0.0) == pytest.approx(1 / 3)
+
+
 # ---- both, as a user calls them ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("script", [conflict, drift], ids=["conflict", "drift"])
+@pytest.mark.parametrize("script", [conflict, drift, monotone], ids=["conflict", "drift", "monotone"])
 def test_the_quick_form_runs_holds_its_bars_and_goes_on(
     script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
