@@ -204,6 +204,11 @@ class Config(_Options):
                 raise ValueError(
                     f"agents: the name '{name}' is a role of every chat and would be read as one; choose another"
                 )
+            if name in ("team", "order", "stage"):
+                raise ValueError(
+                    f"agents: the name '{name}' is where draws that no agent owns have their keys; an agent of that name "
+                    "would share them, choose another"
+                )
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"agents: the name '{twice[0]}' is used {names.count(twice[0])} times; give each its own")

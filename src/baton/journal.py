@@ -154,7 +154,7 @@ class RunJournal:
         """(can be resumed from, files) of every update that is written."""
         self._what, self._done = "", 0
         self._prompts = {t.id: t.prompt for t in (*plan.splits.train, *plan.splits.probe, *plan.splits.certify)}
-        self._writer = ThreadPoolExecutor(max_workers=1, initializer=_go_last)
+        self._writer = ThreadPoolExecutor(max_workers=1, initializer=_give_way if crew.leaving else None)
         self._waiting: deque[tuple[Future[Record | None], Callable[[Record], None]]] = deque()
         self._is_broken = False
         """Something could not be written: nothing may follow it."""
@@ -400,11 +400,16 @@ def saved_state(run: Run, crew: Crew, agent: AgentId, files: Record) -> Snapshot
     return Snapshot(weights=weights, moments=moments, steps=int(files["steps"]))
 
 
-def _go_last() -> None:
-    """This thread gives way to the loop's (on Linux; elsewhere they share): a product of matrices that waits for one of its
-    threads loses more than the write gains."""
+GIVES_WAY = 5
+"""Niceness of the thread that writes large files: far enough that products of matrices beside it hardly wait, and not so far
+that it starves, with the interpreter's lock in hand, where other processes want the processors too."""
+
+
+def _give_way() -> None:
+    """This thread gives way to the loop's (on Linux; elsewhere they share): a product of matrices waits for the slowest of
+    its threads."""
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), GIVES_WAY)
 
 
 def put_to_rest(run: Run, crew: Crew, files: Mapping[AgentId, Record]) -> None:

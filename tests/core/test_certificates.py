@@ -285,7 +285,7 @@ def test_a_measured_certificate_is_its_bound_term_by_term_and_counts_what_is_mis
     assert {term.basis for term in made.terms} == {"measured", "bounded"}
     assert (made.verdict == "positive") == (made.lower_bound > 0.0) == (not made.is_vacuous)
     assert (made.n, made.confidence) == (30, 1.0 - level)
-    assert f"{sum(r is None for r in (*ours, *theirs))} returns missing" in made.terms[0].note
+    assert f"{sum(r is None for r in (*ours, *theirs))} returns missing" in made.terms[1].note
 
 
 @pytest.mark.parametrize("method", ["betting", "bernstein"])
@@ -306,8 +306,9 @@ def test_harm_is_the_same_test_with_the_teams_exchanged() -> None:
     gain = certificate.measured(worse, better, low=0.0, high=1.0, level=0.05)
     harm = certificate.measured(better, worse, low=0.0, high=1.0, level=0.05)
     assert (gain.verdict, harm.verdict) == ("inconclusive", "positive")
-    # Missing counts against harm too: as 1, not as 0.
-    assert harm.terms[0].value == pytest.approx(0.5) and gain.terms[0].value == pytest.approx(-0.75)
+    # Missing counts against harm too: as 1, not as 0. What is missing was not measured.
+    assert harm.terms[0].value == pytest.approx(0.5) and gain.terms[0].value == pytest.approx(-0.5)
+    assert harm.terms[1].value == 0.0 and gain.terms[1].value == pytest.approx(-0.25)
 
 
 @pytest.mark.parametrize(

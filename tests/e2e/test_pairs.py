@@ -21,6 +21,7 @@ from baton.algorithms import pairs
 from baton.algorithms.options import CertificateOptions
 from baton.algorithms.state import Pair, PairsReport
 from baton.cli import main
+from baton.core.certificate import Certificate
 from baton.errors import ConfigError
 from baton.rollout import Beside, Coupling, Play
 from baton.types import Episode, Failed, Outcome, Rejected, Scored, Slot, Task, Turn
@@ -163,13 +164,26 @@ def judged(found: Sequence[Pair], claim: pairs.Claim = USUAL) -> PairsReport:
     return pairs.judged(found, options, claim, reward_range=(0.0, 1.0), changed=("b",), pool="p")
 
 
+def terms(certificate: Certificate) -> dict[str, float]:
+    return {t.name: t.value for t in certificate.terms}
+
+
 def test_a_missing_return_counts_against_whatever_is_claimed() -> None:
     failed, right = episode(Failed(reason="x"), 1), episode(Scored(reward=1.0), 1)
     lost = judged([Pair(promoted=right, beside=failed)] * 64)
-    assert lost.missing == 64 and lost.gain.terms[0].value == -1.0 and lost.harm.terms[0].value == 0.0
+    assert lost.missing == 64 and terms(lost.gain)["imputation"] == -1.0 and terms(lost.harm)["imputation"] == 0.0
     won = judged([Pair(promoted=failed, beside=right)] * 64)
-    assert won.gain.terms[0].value == 0.0 and won.harm.terms[0].value == -1.0
+    assert terms(won.gain)["imputation"] == 0.0 and terms(won.harm)["imputation"] == -1.0
     assert won.discordance == 1.0
+    assert all(terms(c)["paired gain"] == 0.0 for r in (lost, won) for c in (r.gain, r.harm)), "nothing was measured"
+
+
+def test_what_failed_and_is_word_for_word_the_same_differs_by_nothing() -> None:
+    failed, other = episode(Failed(reason="x"), 1), episode(Failed(reason="x"), 2)
+    same = judged([Pair(promoted=failed, beside=failed)] * 64)
+    assert same.missing == 128 and same.discordance == 0.0 and terms(same.gain)["imputation"] == 0.0
+    apart = judged([Pair(promoted=failed, beside=other)] * 64)
+    assert apart.missing == 128 and terms(apart.gain)["imputation"] == terms(apart.harm)["imputation"] == -1.0
 
 
 def test_the_stage_speaks_for_the_promoted_team_and_the_update_for_the_candidate() -> None:
@@ -201,6 +215,11 @@ def test_pairs_end_at_a_look_that_decides_and_a_fixed_n_is_played_out() -> None:
     decided = [r.gain.verdict == "positive" or r.harm.verdict == "positive" for r in reports]
     assert len(found) % pairs.WAVE == 0 and len(found) < 4096 and decided == [False] * (len(decided) - 1) + [True]
     assert len(compared(stage, 300, USUAL, method="bernstein")[1]) == 300
+    worse = {n: row - 2.0 * torch.tensor([-1.0, 1.0], dtype=row.dtype) for n, row in rows.items()}
+    asyncio.run(stage.world.sampler.publish("b", "candidate", assemble.weights_of(worse), 9))
+    assert len(compared(stage, 300, USUAL)[1]) < 300
+    report, found = compared(stage, 300, USUAL, method="bernstein")
+    assert len(found) == 300 and report.harm.verdict == "positive", "a fixed n is fixed, also where harm shows"
 
 
 # ---- harm ------------------------------------------------------------------------------------------------------
@@ -372,4 +391,23 @@ def test_the_reserved_words_stand_beside_a_positive_certificate_and_all_that_it_
     if verdict == "positive":
         for words in ("of mean reward", "on 64 pairs", "confidence 0.95", "for this update alone", "for the prompt pool p"):
             assert words in text, words
-    assert "for the whole run" in certificates.statement({**found, "is_run_level": True}, "update") or verdict == "harm"
+    whole = certificates.statement({**found, "is_run_level": True}, "update")
+    assert ("confidence 0.95 for the updates of the whole run together" in whole) == (verdict != "harm")
+
+
+def test_harm_is_told_with_its_own_bound_and_for_the_update_alone() -> None:
+    right, wrong = episode(Scored(reward=1.0), 1), episode(Scored(reward=0.0), 2)
+    strict = pairs.Claim(gain=1e-4, harm=0.025, is_newer_beside=True)
+    found = records.plain(judged([Pair(promoted=right, beside=wrong)] * 64, strict)) | {"is_run_level": True}
+    line = {"stage": 10, "agent": "a", "to_version": None, "pairs": found}
+    (row,) = certificates.rows([line], [])
+    bound = f"{found['harm']['lower_bound']:.4f}".lstrip("0")
+    assert row[3:6] == [bound, "worse by that", "64"] and row[7:] == ["0.975", "this update alone"]
+    text = certificates.statement(found, "update")
+    assert f"worse by at least {bound}" in text and "confidence 0.975 for this update alone" in text
+
+
+@pytest.mark.parametrize("name", ["team", "order", "stage"])
+def test_no_agent_may_have_the_address_of_what_the_team_draws_together(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"the name '{name}' is where draws that no agent owns have their keys"):
+        worlds.parity(agents=("a", name))

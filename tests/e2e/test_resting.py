@@ -214,6 +214,6 @@ def test_the_models_of_another_measurement_are_not_taken_for_these(tmp_path: Pat
 
 @pytest.mark.skipif(sys.platform != "linux", reason="niceness of a thread is Linux's")
 def test_whoever_writes_gives_way_to_the_loop() -> None:
-    with ThreadPoolExecutor(max_workers=1, initializer=journals._go_last) as pool:  # pyright: ignore[reportPrivateUsage]
+    with ThreadPoolExecutor(max_workers=1, initializer=journals._give_way) as pool:  # pyright: ignore[reportPrivateUsage]
         there = pool.submit(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id())).result()
-    assert there == 19 and os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) < 19
+    assert there == journals.GIVES_WAY and os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) < 19

@@ -558,6 +558,19 @@ def test_pairs_that_were_left_out_or_drawn_elsewhere(copy: Callable[[Config], Pa
     )
 
 
+def test_a_teammate_who_says_two_things_to_one_prompt(copy: Callable[[Config], Path]) -> None:
+    """Side by side, whoever is in both teams says the same, and what is the same has one outcome."""
+    path = copy(PAIRS)
+    update = next(u for u in run.Run(path).updates if u["pairs"] and u["agent"] == "b")
+
+    def other(rows: list[Record]) -> None:
+        said = next(r for r in rows if r["use"] == "beside")["turns"][0]
+        said["ids"], said["text"] = [1 - said["ids"][0]], str(1 - said["ids"][0])
+
+    change_rows(path, update["episodes_file"], other)
+    assert named(faults(path), "pairs", update["episodes_file"], "pair 1", "'a' has one version, and says two things")
+
+
 def test_the_pairs_of_a_stage(copy: Callable[[Config], Path]) -> None:
     path = copy(PAIRS)
     stage = next(line for line in lines_of(path) if line["kind"] == "stage" and line["pairs"])

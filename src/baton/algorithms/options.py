@@ -346,9 +346,15 @@ class CertificateOptions(_Options):
     method: Literal["betting", "bernstein"] = Field(
         default="betting", description="bound of the gain: betting may stop early, bernstein plays all pairs"
     )
-    delta: float = Field(default=0.05, gt=0, lt=1, description="share of a stage's positive certificates that may be wrong")
+    delta: float = Field(
+        default=0.05,
+        gt=0,
+        lt=1,
+        description="chance that a stage's certificate is wrong, and that any of its updates' is",
+    )
     run_level: bool = Field(
-        default=False, description="spread delta over all stages of a run, so that it bounds the whole run"
+        default=False,
+        description="spread delta over all stages, so that it bounds a whole run",
     )
 
     @model_validator(mode="after")

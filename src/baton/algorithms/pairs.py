@@ -86,9 +86,8 @@ async def compare(
 
 
 def is_decided(report: PairsReport, options: CertificateOptions) -> bool:
-    """No further pair is needed: harm is shown, or a gain by the bound that may be asked again and again."""
-    is_shown = options.method == "betting" and report.gain.verdict == "positive"
-    return is_shown or report.harm.verdict == "positive"
+    """No further pair is needed: harm or a gain is shown. A bound for a fixed n is asked once, behind the last pair."""
+    return options.method == "betting" and "positive" in (report.gain.verdict, report.harm.verdict)
 
 
 def judged(
@@ -102,7 +101,8 @@ def judged(
 ) -> PairsReport:
     """What these pairs show: the gain, and the harm, of the newer team."""
     low, high = reward_range
-    beside, promoted = [_return(p.beside) for p in pairs], [_return(p.promoted) for p in pairs]
+    returns = [_returns(p, low) for p in pairs]
+    beside, promoted = [b for _, b in returns], [a for a, _ in returns]
     newer, older = (beside, promoted) if claim.is_newer_beside else (promoted, beside)
     compared = [_tokens(p.promoted, p.beside, changed) for p in pairs]
     tokens = sum(n for n, _ in compared)
@@ -110,8 +110,9 @@ def judged(
         n=len(pairs),
         discordance=sum(a != b for a, b in zip(newer, older, strict=True)) / len(pairs),
         parted=sum(apart for _, apart in compared) / tokens if tokens else 0.0,
-        missing=sum(r is None for r in (*newer, *older)),
+        missing=sum(not e.is_scored for p in pairs for e in (p.promoted, p.beside)),
         coupling=options.coupling,
+        delta=options.delta,
         is_run_level=options.run_level,
         pool=pool,
         gain=certificate.measured(newer, older, low=low, high=high, level=claim.gain, method=options.method),
@@ -119,8 +120,16 @@ def judged(
     )
 
 
-def _return(episode: Episode) -> float | None:
-    return episode.reward if episode.is_scored else None
+def _returns(pair: Pair, low: float) -> tuple[float | None, float | None]:
+    """(promoted, beside). What failed and is word for word the same differs by nothing, whatever it is worth."""
+    one, other = pair.promoted, pair.beside
+    if not one.is_scored and not other.is_scored and _is_same(one, other):
+        return low, low
+    return one.reward if one.is_scored else None, other.reward if other.is_scored else None
+
+
+def _is_same(one: Episode, other: Episode) -> bool:
+    return [(t.agent, t.text, t.ids) for t in one.turns] == [(t.agent, t.text, t.ids) for t in other.turns]
 
 
 def _tokens(one: Episode, other: Episode, changed: Sequence[AgentId]) -> tuple[int, int]:

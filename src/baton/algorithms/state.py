@@ -141,6 +141,8 @@ class PairsReport:
     missing: int
     """Returns that an episode failed to give; each counts against what is claimed."""
     coupling: str
+    delta: float
+    """Chance that any statement of this kind is wrong: in this stage, or (run level) in all stages together."""
     is_run_level: bool
     pool: str
     """SHA-256 of the prompts that were drawn from."""

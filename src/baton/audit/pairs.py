@@ -61,6 +61,10 @@ class Comparisons:
         found.ok("pairs", n)
         found.skip("pairs", NOT_COUPLED, n)
         changed = [a for a in versions if versions[a] != other[a]]
+        if not is_apart:
+            for number, pair in enumerate(played, start=1):
+                if why := _odd(pair, changed):
+                    found.at(promoted.file, f"pair {number}").wrong("pairs", why)
 
         def report(part: Sequence[Pair]) -> PairsReport:
             return pairs.judged(part, options, claim, reward_range=world.reward_range, changed=changed, pool=world.pool)
@@ -73,3 +77,13 @@ class Comparisons:
         if n < count and (n % pairs.WAVE or not pairs.is_decided(whole, options)):
             here.wrong("pairs", "nothing was decided yet, and no more pairs were played", n, count)
         return whole, played
+
+
+def _odd(pair: Pair, changed: Sequence[AgentId]) -> str:
+    """What cannot be of two teams that were played side by side; empty where nothing is."""
+    for number, (a, b) in enumerate(zip(pair.promoted.turns, pair.beside.turns, strict=False), start=1):
+        if (a.agent, a.text, a.ids) != (b.agent, b.text, b.ids):
+            told = f"turn {number}: '{a.agent}' has one version, and says two things to one prompt"
+            return "" if a.agent in changed else told
+    is_whole = len(pair.promoted.turns) == len(pair.beside.turns)
+    return "word for word the same, with two outcomes" if is_whole and pair.promoted.outcome != pair.beside.outcome else ""

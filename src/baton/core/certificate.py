@@ -272,10 +272,13 @@ def measured(
     d = both[0] - both[1]
     is_betting = method == "betting"
     bound = betting_bound(d, width=width, level=level) if is_betting else bernstein_bound(d, reach=2.0 * width, level=level)
-    gain, missing = float(d.mean()), sum(r is None for r in (*candidate, *promoted))
+    is_real = torch.tensor([a is not None and b is not None for a, b in zip(candidate, promoted, strict=True)])
+    gain, missing = float(d[is_real].sum()) / n, sum(r is None for r in (*candidate, *promoted))
+    imputed = float(d[~is_real].sum()) / n
     terms = (
-        Term(name="paired gain", value=gain, basis="measured", note=f"{n} pairs, {missing} returns missing"),
-        Term(name="sampling", value=float(bound) - gain, basis="bounded", note=method),
+        Term(name="paired gain", value=gain, basis="measured", note=f"{n} pairs"),
+        Term(name="imputation", value=imputed, basis="bounded", note=f"{missing} returns missing, each against the claim"),
+        Term(name="sampling", value=float(bound) - gain - imputed, basis="bounded", note=method),
     )
     return concluded("measured", terms, n=n, confidence=confidence)
 

@@ -18,20 +18,29 @@ HEAD = ("stage", "of", "kind", "lower bound", "verdict", "pairs", "differ", "con
 def statement(found: Record, of: str) -> str:
     """What the pairs of an update or a stage (`of`) show, in one line."""
     gain, harm = found["gain"], found["harm"]
-    at = f"on {found['n']} pairs, confidence {gain['confidence']:.4g} for {_level(found, of)}"
+    at = f"on {found['n']} pairs, {_level(found, of)}"
     pool = f"for the prompt pool {found['pool'][:12]}"
     if harm["verdict"] == "positive":
-        least, sure = decimal(harm["lower_bound"], 4), f"confidence {harm['confidence']:.4g}"
+        least, sure = decimal(harm["lower_bound"], 4), f"confidence {harm['confidence']:.4g} for this {of} alone"
         return f"worse by at least {least} of mean reward on {found['n']} pairs, {sure}, {pool}"
     if gain["verdict"] == "positive":
         return f"certified improvement of at least {decimal(gain['lower_bound'], 4)} of mean reward {at}, {pool}"
     if gain["verdict"] == "void":
         return f"no statement ({gain['reason']}) {at}"
-    return f"inconclusive: trust-region-constrained, no gain is shown {at} (lower bound {decimal(gain['lower_bound'], 4)})"
+    said = "trust-region-constrained, and no gain is shown" if of == "update" else "no gain is shown"
+    return f"inconclusive: {said} {at} (lower bound {decimal(gain['lower_bound'], 4)})"
 
 
 def _level(found: Record, of: str) -> str:
-    return "the whole run" if found["is_run_level"] else f"this {of} alone"
+    """How sure one may be, and of how much at once."""
+    alone = f"{found['gain']['confidence']:.4g} for this {of} alone"
+    if found["is_run_level"]:
+        return f"confidence {1.0 - found['delta']:.4g} for the {of}s of the whole run together, {alone}"
+    return f"confidence {alone}"
+
+
+def _scope(found: Record, of: str) -> str:
+    return f"the run's {of}s, {1.0 - found['delta']:.4g} together" if found["is_run_level"] else f"this {of} alone"
 
 
 def pairs_lines(found: Record, of: str) -> list[str]:
@@ -90,18 +99,20 @@ def rows(updates: Sequence[Record], stages: Sequence[Record]) -> list[list[str]]
         if moved and all(u.get("pairs") for u in moved):
             gains = [records.read_certificate(u["pairs"]["gain"]) for u in moved]
             total = certificate.summed("sum of updates", gains)
-            words = [str(number), "sum", "measured", decimal(total.lower_bound, 4), total.verdict, str(total.n)]
-            out.append([*words, "-", f"{total.confidence:.4g}", _level(moved[0]["pairs"], "stage")])
+            words = [str(number), "sum of updates", "measured", decimal(total.lower_bound, 4), total.verdict]
+            out.append([*words, f"{total.n} or more", "-", f"{total.confidence:.4g}", "this stage alone"])
         if stage.get("pairs"):
             out.append(_row(number, "stage", stage["pairs"], "stage"))
     return out
 
 
 def _row(stage: int, name: str, found: Record, of: str) -> list[str]:
-    gain = found["gain"]
-    word = "harm" if found["harm"]["verdict"] == "positive" else gain["verdict"]
-    words = [str(stage), name, "measured", decimal(gain["lower_bound"], 4), word, str(found["n"])]
-    return [*words, f"{found['discordance']:.1%}", f"{gain['confidence']:.4g}", _level(found, of)]
+    is_harm = found["harm"]["verdict"] == "positive"
+    told = found["harm" if is_harm else "gain"]
+    bound, word = decimal(told["lower_bound"], 4), "worse by that" if is_harm else told["verdict"]
+    scope = f"this {of} alone" if is_harm else _scope(found, of)
+    words = [str(stage), name, "measured", bound, word, str(found["n"])]
+    return [*words, f"{found['discordance']:.1%}", f"{told['confidence']:.4g}", scope]
 
 
 def lines(updates: Sequence[Record], stages: Sequence[Record]) -> list[str]:
