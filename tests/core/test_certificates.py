@@ -281,7 +281,9 @@ def test_a_measured_certificate_is_its_bound_term_by_term_and_counts_what_is_mis
         return
     assert made.lower_bound == pytest.approx(bound, abs=1e-9)
     assert made.lower_bound == math.fsum(term.value for term in made.terms)
-    assert made.terms[0].value == pytest.approx(math.fsum(d) / 30, abs=1e-12)
+    real = [x for x, a, b in zip(d, ours, theirs, strict=True) if a is not None and b is not None]
+    assert made.terms[0].value == pytest.approx(math.fsum(real) / 30, abs=1e-12)
+    assert made.terms[1].value == pytest.approx((math.fsum(d) - math.fsum(real)) / 30, abs=1e-12)
     assert {term.basis for term in made.terms} == {"measured", "bounded"}
     assert (made.verdict == "positive") == (made.lower_bound > 0.0) == (not made.is_vacuous)
     assert (made.n, made.confidence) == (30, 1.0 - level)
