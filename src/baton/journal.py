@@ -400,7 +400,7 @@ def saved_state(run: Run, crew: Crew, agent: AgentId, files: Record) -> Snapshot
     return Snapshot(weights=weights, moments=moments, steps=int(files["steps"]))
 
 
-GIVES_WAY = 5
+GIVES_WAY = 10
 """Niceness of the thread that writes large files: far enough that products of matrices beside it hardly wait, and not so far
 that it starves, with the interpreter's lock in hand, where other processes want the processors too."""
 
