@@ -146,7 +146,9 @@ def end(folder: Path) -> dict[str, Any]:
         files[agent]["training"] = held["training"] and digest(folder / held["training"])
         files[agent]["steps"] = held["steps"]
     decided = [(u["stage"], u["agent"], u["word"], u["looks"], u["episodes"], u["beta"], u["lr"]) for u in opened.updates]
-    return {"files": files, "decided": decided, "stages": [s["entries"] for s in opened.records("stage")]}
+    # A kill uses a version number up.
+    stages = [[{k: v for k, v in e.items() if k != "from_version"} for e in s["entries"]] for s in opened.records("stage")]
+    return {"files": files, "decided": decided, "stages": stages}
 
 
 def reused_versions(folder: Path) -> int:
