@@ -45,8 +45,9 @@ from torch import Tensor
 import baton
 from baton import assemble
 from baton.assemble import Plan
+from baton.core.keyed import key
 from baton.engines.table import row_name
-from baton.types import Scored, Task, Turn
+from baton.types import Task, Turn
 
 CONFIG = ROOT / "configs" / "parity.toml"
 STAGES, EPISODES, PAIRS = 40, 32, 512
@@ -64,39 +65,32 @@ Tables = Mapping[str, Mapping[str, Tensor]]
 
 def value(plan: Plan, task: Task, tables: Tables) -> float:
     """Chance that this team answers the task rightly: every message enumerated, one symbol each, speakers in turn."""
-    table = assemble.table(plan, None, None)  # type: ignore[arg-type]
+    protocol = plan.protocol
 
     def onwards(turns: tuple[Turn, ...]) -> float:
-        due = table.protocol.due(task, turns, 0)
+        due = protocol.due(task, turns, 0)
         if not due:
-            (outcome,) = table.grade([(task, table.protocol.answer(turns, table.normalise, b""))])  # type: ignore[arg-type]
-            assert isinstance(outcome, Scored)
-            return outcome.reward
+            return plan.env.grade(task, protocol.answer(turns, plan.env.normalise, key("no tie in a chain"))).reward
         (index,) = due
-        seat = table.seats[index]
+        seat = plan.seats[index]
         assert seat.codec is not None
-        prompt = seat.codec.encode(table.protocol.messages(task, turns, index, seat.system))
-        logits = tables[seat.agent].get(row_name(prompt))
-        law = [0.5, 0.5] if logits is None else torch.softmax(logits.double() / seat.temperature, 0).tolist()
-        return math.fsum(
-            p
-            * onwards(
-                (
-                    *turns,
-                    Turn(
-                        kind="action",
-                        agent=seat.agent,
-                        seat=index,
-                        text=seat.codec.decode((token,)),
-                        prompt_ids=prompt,
-                        ids=(token,),
-                        logprobs=(0.0,),
-                        versions=(0,),
-                    ),
-                )
+        prompt = seat.codec.encode(protocol.messages(task, turns, index, seat.system))
+        logits = tables[seat.agent].get(row_name(prompt), torch.zeros(2))
+        law = torch.softmax(logits.double() / seat.temperature, 0).tolist()
+        said = [
+            Turn(
+                kind="action",
+                agent=seat.agent,
+                seat=index,
+                text=seat.codec.decode((token,)),
+                prompt_ids=prompt,
+                ids=(token,),
+                logprobs=(0.0,),
+                versions=(0,),
             )
-            for token, p in enumerate(law)
-        )
+            for token in range(2)
+        ]
+        return math.fsum(p * onwards((*turns, turn)) for p, turn in zip(law, said, strict=True))
 
     return onwards(())
 

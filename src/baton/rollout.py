@@ -321,5 +321,4 @@ def _still(state: _State) -> Episode | None:
     twin = state.twin
     if twin is None or len(twin.turns) < len(state.turns):
         return None
-    same = all((a.agent, a.text, a.ids) == (b.agent, b.text, b.ids) for a, b in zip(state.turns, twin.turns, strict=False))
-    return twin if same else None
+    return twin if all(a.said == b.said for a, b in zip(state.turns, twin.turns, strict=False)) else None

@@ -79,6 +79,11 @@ class Turn:
     cut: bool = False
     """The message ended because its token limit was reached (a limit of one token is a format, not a cut)."""
 
+    @property
+    def said(self) -> tuple[AgentId, str, TokenIds]:
+        """Who said what: two turns with the same are word for word the same, whatever sampled them."""
+        return self.agent, self.text, self.ids
+
     def __post_init__(self) -> None:
         if self.kind == "observation":
             if self.ids or self.logprobs:

@@ -76,7 +76,8 @@ def test_a_team_beside_itself_says_the_same_and_nobody_is_asked(learned: worlds.
     plays = [Play(task=t) for t in learned.world.certify[:20]]
     versions = learned.position.team.versions
     played = asyncio.run(learned.world.table.play(plays, address=("x",), versions=versions))
-    silent = replace(learned.world.table, sampler=None)  # type: ignore[arg-type]
+    nobody: Any = None
+    silent = replace(learned.world.table, sampler=nobody)
     again = asyncio.run(silent.play(plays, address=("x",), versions=versions, beside=Beside(episodes=played, slots={})))
     assert [(e.turns, e.answer, e.outcome) for e in again] == [(e.turns, e.answer, e.outcome) for e in played]
     assert not {e.id for e in again} & {e.id for e in played}

@@ -123,13 +123,9 @@ def judged(
 def _returns(pair: Pair, low: float) -> tuple[float | None, float | None]:
     """(promoted, beside). What failed and is word for word the same differs by nothing, whatever it is worth."""
     one, other = pair.promoted, pair.beside
-    if not one.is_scored and not other.is_scored and _is_same(one, other):
+    if not one.is_scored and not other.is_scored and [t.said for t in one.turns] == [t.said for t in other.turns]:
         return low, low
     return one.reward if one.is_scored else None, other.reward if other.is_scored else None
-
-
-def _is_same(one: Episode, other: Episode) -> bool:
-    return [(t.agent, t.text, t.ids) for t in one.turns] == [(t.agent, t.text, t.ids) for t in other.turns]
 
 
 def _tokens(one: Episode, other: Episode, changed: Sequence[AgentId]) -> tuple[int, int]:
@@ -141,6 +137,6 @@ def _tokens(one: Episode, other: Episode, changed: Sequence[AgentId]) -> tuple[i
                 compared += 1
                 if x != y:
                     return compared, 1
-        if (a.agent, a.text, a.ids) != (b.agent, b.text, b.ids):
+        if a.said != b.said:
             break
     return compared, 0

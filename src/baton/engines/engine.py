@@ -57,6 +57,14 @@ class Completion:
     finish_reason: FinishReason
 
 
+def completed(
+    request: Request, ids: TokenIds, logprobs: tuple[float, ...], *, version: int, end_ids: Collection[int]
+) -> Completion:
+    """What was sampled for a request: it stopped by itself if its last id ends a message."""
+    reason: FinishReason = "stop" if ids[-1] in end_ids else "length"
+    return Completion(id=request.id, ids=ids, logprobs=logprobs, version=version, finish_reason=reason)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CoupledRequest:
     """A message wanted beside one that was sampled: `request` names what to sample from, and `ids` is what the slot `beside`

@@ -25,7 +25,7 @@ from baton.core.coupling import coupled, inverse_cdf
 from baton.core.divergence import exact, kl, log_law
 from baton.core.keyed import beside, uniforms
 from baton.core.losses import Objective
-from baton.engines.engine import Anchor, Completion, CoupledRequest, Request, ScoreRequest
+from baton.engines.engine import Anchor, Completion, CoupledRequest, Request, ScoreRequest, completed
 from baton.engines.models import checksums, fingerprint
 from baton.errors import ConfigError, DataError, MissingError, NonFiniteError, PublishError
 from baton.types import (
@@ -266,13 +266,7 @@ class TableSampler:
             logprobs.append(min(log_p[token], 0.0))
             if token in codec.end_ids:
                 break
-        return Completion(
-            id=request.id,
-            ids=tuple(ids),
-            logprobs=tuple(logprobs),
-            version=held.version,
-            finish_reason="stop" if ids[-1] in codec.end_ids else "length",
-        )
+        return completed(request, tuple(ids), tuple(logprobs), version=held.version, end_ids=codec.end_ids)
 
     async def score(self, requests: Sequence[ScoreRequest]) -> Sequence[tuple[float, ...]]:
         """Log-probability of each of `ids` after `prompt_ids`. Raises DataError on an id that cannot be
@@ -312,13 +306,7 @@ class TableSampler:
                 token = int(inverse_cdf(log_q_1V.exp(), draws[0, at : at + 1]))
             ids.append(token)
             logprobs.append(min(float(log_q_1V[0, token]), 0.0))
-        return Completion(
-            id=request.id,
-            ids=tuple(ids),
-            logprobs=tuple(logprobs),
-            version=own.version,
-            finish_reason="stop" if ids[-1] in codec.end_ids else "length",
-        )
+        return completed(request, tuple(ids), tuple(logprobs), version=own.version, end_ids=codec.end_ids)
 
     async def publish(self, agent: AgentId, slot: Slot, weights: Weights, version: int) -> PublishProof:
         """Copy a table into a slot; the proof's fingerprint is computed from the copy.

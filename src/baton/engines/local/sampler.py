@@ -13,7 +13,7 @@ import torch
 
 from baton.engines import adapters, models
 from baton.engines.chat import ChatCodec, codec_of
-from baton.engines.engine import Completion, CoupledRequest, Request, ScoreRequest
+from baton.engines.engine import Completion, CoupledRequest, Request, ScoreRequest, completed
 from baton.engines.local.decoding import CoupledRow, Row, decode, decode_batches, decode_coupled
 from baton.engines.local.net import Bases, Net
 from baton.errors import DataError, MissingError, ModelError, PublishError, UnsupportedError
@@ -114,13 +114,7 @@ class LocalSampler:
                     with torch.inference_mode():
                         said = decode(one.net, [rows[i] for i in chosen], temperature=temperature, end_ids=end_ids)
                     for i, (ids, logprobs) in zip(chosen, said, strict=True):
-                        ready[i] = Completion(
-                            id=requests[i].id,
-                            ids=ids,
-                            logprobs=logprobs,
-                            version=one.version,
-                            finish_reason="stop" if ids[-1] in end_ids else "length",
-                        )
+                        ready[i] = completed(requests[i], ids, logprobs, version=one.version, end_ids=end_ids)
                     await asyncio.sleep(0)
                     while following in ready:
                         if requests[following].id not in self._cancelled:
@@ -164,10 +158,10 @@ class LocalSampler:
         heard: dict[int, Completion] = {}
         for (agent, slot, beside, temperature), members in groups.items():
             own, end_ids = self._held(agent, slot), self._seat(agent).codec.end_ids
+            asked = [requests[i].request for i in members]
             rows = [
                 CoupledRow(prompt=r.prompt_ids, limit=r.max_new_tokens, key=r.key, said=requests[i].ids)
-                for i in members
-                for r in (requests[i].request,)
+                for i, r in zip(members, asked, strict=True)
             ]
             for batch in decode_batches(rows, self.batch_size):
                 with torch.inference_mode():
@@ -179,13 +173,7 @@ class LocalSampler:
                         end_ids=end_ids,
                     )
                 for i, (ids, logprobs) in zip(batch, said, strict=True):
-                    heard[members[i]] = Completion(
-                        id=requests[members[i]].request.id,
-                        ids=ids,
-                        logprobs=logprobs,
-                        version=own.version,
-                        finish_reason="stop" if ids[-1] in end_ids else "length",
-                    )
+                    heard[members[i]] = completed(asked[i], ids, logprobs, version=own.version, end_ids=end_ids)
         return [heard[i] for i in range(len(requests))]
 
     async def publish(self, agent: AgentId, slot: Slot, weights: Weights, version: int) -> PublishProof:
