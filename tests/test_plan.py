@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from baton import assemble, config, console, records, run
-from baton.algorithms.options import SatOptions
+from baton.algorithms.options import CertificateOptions, SatOptions
 from baton.cli import main
 from baton.config import Config
 from baton.core import divergence, trust_region
@@ -149,7 +149,9 @@ ONE_LOOK: dict[str, Any] = {"line_search": {"halvings": 0}}
 
 def held(team: list[Member], phase: memory.Phase, moved: str = "", **options: Any) -> int:
     """Bytes while the first of the team is updated and the agents named by a letter each have been before."""
-    terms = memory.memory_terms(team, team[0], frozenset(moved), options=SatOptions(**{**ONE_LOOK, **options}), work=WORK)
+    pairs = options.pop("pairs", memory.NO_PAIRS)
+    own = SatOptions(**{**ONE_LOOK, **options})
+    terms = memory.memory_terms(team, team[0], frozenset(moved), options=own, work=WORK, pairs=pairs)
     return sum(t.bytes for t in terms if phase in t.phases)
 
 
@@ -356,6 +358,26 @@ def test_episodes_that_a_stage_reuses_are_played_once_and_trained_on_by_all(cach
     tokens, other = update.tokens(reused)["stage"], rehearsal.rehearsed(_prepared(fresh)).tokens(fresh)["stage"]
     assert tokens == other == {"train": 2 * 32 * 2, "probe": 16 * (1 + 2)}
     assert any("played once" in note for note in rehearsal.notes(_prepared(reused), update))
+
+
+def test_pairs_are_played_beside_the_candidate_and_a_stages_start_has_slots_of_its_own() -> None:
+    team = [member("a"), member("b")]
+    update, stage = CertificateOptions(update_pairs=256), CertificateOptions(stage_pairs=256)
+    assert held(team, "commit", pairs=update) == held(team, "commit") + 7 + 11 + 11
+    assert held(team, "sample", pairs=update) == held(team, "sample")
+    assert held(team, "sample", pairs=stage) == held(team, "sample"), "no stage has ended yet"
+    assert held(team, "sample", "a", pairs=stage) == held(team, "sample", "a") + 2 * 2 * 1000
+
+
+def test_what_pairs_take_is_counted_at_most(cache: None) -> None:
+    usual, paired = (
+        plan(parity("env.prompts=400", *more), root=Path())
+        for more in ((), ("certificate.update_pairs=256", "certificate.stage_pairs=512"))
+    )
+    assert paired["tokens"]["stage"]["pairs"] == 2 * (2 * 256 + 512) * 2 and "pairs" not in usual["tokens"]["stage"]
+    assert paired["time"]["stage"]["pairs, at most"] > 0 and "pairs, at most" not in usual["time"]["stage"]
+    assert paired["disk"]["kept"]["logs"] > usual["disk"]["kept"]["logs"]
+    assert any("in pairs" in line for line in console.plan_lines(paired))
 
 
 def test_what_a_measured_order_takes_is_counted_once_a_stage(cache: None) -> None:

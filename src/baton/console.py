@@ -663,9 +663,10 @@ def plan_lines(report: Record) -> list[str]:
     tokens = report["tokens"]
     lines += ["", "generated tokens"]
     for what in ("stage", "run"):
-        order = f", {tokens[what]['order']:,} to measure the order" if "order" in tokens[what] else ""
+        more = f", {tokens[what]['order']:,} to measure the order" if "order" in tokens[what] else ""
+        more += f", at most {tokens[what]['pairs']:,} in pairs" if "pairs" in tokens[what] else ""
         lines.append(
-            f"  {what.ljust(6)} {tokens[what]['train']:,} in episodes, {tokens[what]['probe']:,} for the gate{order}"
+            f"  {what.ljust(6)} {tokens[what]['train']:,} in episodes, {tokens[what]['probe']:,} for the gate{more}"
         )
     lines.append("  up to three times as many episodes where too few groups are informative")
     return [*lines, "", *_plan_limit(report["speed_limit"])]

@@ -13,7 +13,7 @@ from baton.assemble import Plan as Prepared
 from baton.journal import kept_files
 from baton.plan.members import Member
 from baton.plan.rehearsal import Rehearsal
-from baton.plan.schedule import ordering_episodes, updates
+from baton.plan.schedule import ordering_episodes, pair_episodes, updates
 from baton.records import Record
 from baton.run import START_PROMPTS
 from baton.types import AgentId, Episode
@@ -65,11 +65,8 @@ def record(prepared: Prepared, team: Sequence[Member], update: Rehearsal) -> Rec
         )
         logs["ordering, once a stage"] = ordering
         rows += ordering * a.stages
-    pairs = config.certificate
-    if most := len(names) * pairs.update_pairs + pairs.stage_pairs:
-        logs["pairs, at most, a stage"] = (
-            2 * most * _episodes_bytes(prepared, {"pair": update.train}) // max(1, len(update.train))
-        )
+    if most := pair_episodes(config.certificate, len(names)):
+        logs["pairs, at most, a stage"] = most * _episodes_bytes(prepared, {"pair": update.train}) // len(update.train)
         rows += logs["pairs, at most, a stage"] * a.stages
     return {
         "accepted_update": per_update,

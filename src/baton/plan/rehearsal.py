@@ -15,7 +15,7 @@ from baton.config import Config
 from baton.core import batching
 from baton.core.keyed import choice, key, uniforms
 from baton.engines.table import symbols_of
-from baton.plan.schedule import group_of, ordering_episodes
+from baton.plan.schedule import group_of, ordering_episodes, pair_episodes
 from baton.protocols import Router
 from baton.records import Record
 from baton.types import AdvantageBatch, AgentId, Episode, Scored, Task, TokenBatch, TokenIds, Turn
@@ -61,7 +61,7 @@ class Rehearsal:
         return [turn for episode in self.train for turn in episode.turns if turn.agent == agent]
 
     def tokens(self, config: Config) -> Record:
-        """Tokens that the local agents generate in a stage and in the run: to train on, for the gate, to find an order."""
+        """Tokens that local agents generate in a stage and in a run: to learn from, for the gate, to find an order, in pairs."""
         a = config.algorithm
         stage = {
             "train": _generated(self.train) * (1 if a.shares_episodes else len(self.probes)),
@@ -71,6 +71,8 @@ class Rehearsal:
         }
         if a.is_measured:
             stage["order"] = round(_generated(self.train) * ordering_episodes(a) / len(self.train))
+        if most := pair_episodes(config.certificate, len(self.probes)):
+            stage["pairs"] = round(_generated(self.train) * most / len(self.train))
         return {"stage": stage, "run": {use: count * a.stages for use, count in stage.items()}}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baton.algorithms.options import SatOptions, resolve_group
+from baton.algorithms.options import CertificateOptions, SatOptions, resolve_group
 from baton.team import update_order
 from baton.types import AgentId
 
@@ -18,6 +18,11 @@ def ordering_episodes(options: SatOptions) -> int:
     """Episodes on which a stage measures its order or its radii."""
     group = group_of(options)
     return max(1, options.ordering_episodes // group) * group if options.is_measured else 0
+
+
+def pair_episodes(pairs: CertificateOptions, trained: int) -> int:
+    """Most episodes that a stage of so many updates plays in pairs."""
+    return 2 * (trained * pairs.update_pairs + pairs.stage_pairs)
 
 
 def updates(options: SatOptions, agents: Sequence[AgentId], seed: int) -> list[tuple[int, AgentId]]:

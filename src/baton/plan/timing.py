@@ -26,7 +26,7 @@ from baton.host import Reporter, complete
 from baton.journal import Run, saved_state
 from baton.plan.members import Member
 from baton.plan.rehearsal import Rehearsal, shape_of
-from baton.plan.schedule import ordering_episodes
+from baton.plan.schedule import ordering_episodes, pair_episodes
 from baton.records import Record
 from baton.types import AdvantageBatch, AgentId, Episode, Weights
 
@@ -73,9 +73,8 @@ def record(prepared: Prepared, team: Sequence[Member], update: Rehearsal, report
     if measured_on := ordering_episodes(a):
         scored = sum(measured[m.agent]["score"] for m in trained) * measured_on
         stage["order"] = collected * measured_on / len(update.train) + scored
-    pairs = config.certificate
-    if most := len(trained) * pairs.update_pairs + pairs.stage_pairs:
-        stage["pairs, at most"] = 2 * most * collected / len(update.train)
+    if most := pair_episodes(config.certificate, len(trained)):
+        stage["pairs, at most"] = most * collected / len(update.train)
     total = sum(stage.values())
     # A backward is two forwards, of an adapter about one; a mask over the whole batch takes a forward of its own.
     more = 1 if a.objective.loss(penalty=0.0).needs_batch else 0
