@@ -61,7 +61,7 @@ class Rehearsal:
         return [turn for episode in self.train for turn in episode.turns if turn.agent == agent]
 
     def tokens(self, config: Config) -> Record:
-        """Tokens that local agents generate in a stage and in a run: to learn from, for the gate, to find an order, in pairs."""
+        """Tokens that local agents generate in a stage and in a run: to learn from, for the gate, for an order, in pairs."""
         a = config.algorithm
         stage = {
             "train": _generated(self.train) * (1 if a.shares_episodes else len(self.probes)),
