@@ -43,8 +43,8 @@ class Family:
 FAMILIES: Mapping[str, Family] = {
     "relay": Family(
         config=ROOT / "configs" / "quickstart.toml",
-        changes=("engine.threads=1", "eval.episodes=2000", "algorithm.min_informative=1"),
-        batches={"large": (128, 60), "small": (32, 240)},
+        changes=("engine.threads=1", "eval.episodes=1000", "algorithm.min_informative=1"),
+        batches={"large": (128, 40), "small": (32, 160)},
     ),
     "parity": Family(
         config=ROOT / "configs" / "parity.toml",
@@ -52,7 +52,7 @@ FAMILIES: Mapping[str, Family] = {
         batches={"large": (64, 8), "small": (16, 32)},
     ),
 }
-"""Budgets at which a good arm is on its way and not at its end: 23,040 episodes of the relay, 1,024 of parity."""
+"""Budgets at which a good arm is on its way and not at its end: 15,360 episodes of the relay, 1,024 of parity."""
 
 NO_GATE = "agents.{i}.radius={{token=inf, message_mean=inf}}"
 GRID = {
