@@ -60,6 +60,9 @@ class Resting:
     def divergence(self, batch: TokenBatch, anchor: Anchor) -> TokenDivergence:
         return self.awake.divergence(batch, anchor)
 
+    def project(self, batch: TokenBatch, anchor: Anchor, *, radius: float) -> Anchor:
+        return self.awake.project(batch, anchor, radius=radius)
+
     def step(self, batch: AdvantageBatch, objective: Objective, *, lr: float, anchor: Anchor | None) -> StepReport:
         inner, self._moved = self.awake, True
         return inner.step(batch, objective, lr=lr, anchor=anchor)

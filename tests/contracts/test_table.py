@@ -583,6 +583,19 @@ class TrainsOnNan(Filled):
         return super().step(batch, objective, lr=lr, anchor=anchor)
 
 
+class StaysOutsideTheBall(Filled):
+    def project(self, batch: TokenBatch, anchor: Anchor, *, radius: float) -> Anchor:
+        return super().project(batch, anchor, radius=2 * radius)
+
+
+class FollowsNobody(Filled):
+    """A teacher's step that minimises the other divergence."""
+
+    def step(self, batch: AdvantageBatch, objective: Objective, *, lr: float, anchor: Anchor | None) -> StepReport:
+        objective = dataclasses.replace(objective, direction="new_old")
+        return super().step(batch, objective, lr=lr, anchor=anchor)
+
+
 class StepsByItself(Filled):
     """Every step a little different: no two runs agree."""
 
@@ -620,6 +633,8 @@ class StepsByItself(Filled):
         (PenaltyReadsAnchorAtZero, "penalty 0 reads the anchor"),
         (IgnoresThePenalty, "kl_sum|does not act"),
         (PenalisesTheOtherDirection, "kl_sum"),
+        (StaysOutsideTheBall, "from its own projection"),
+        (FollowsNobody, "the loss of a teacher's step"),
         (StepsWithoutAnAnchor, "did not raise MissingError"),
         (DecaysQuietly, "advantages of zero moved"),
         (TrainsOnNan, "did not raise NonFiniteError"),

@@ -526,6 +526,9 @@ def test_the_projection_agrees_with_its_twin_lands_on_the_boundary_or_leaves_the
         return
     new, w = divergence.project(pre, current, radius=radius, entries=entries)
     reached = divergence.kl(new, current)
+    inside = start <= radius
+    torch.testing.assert_close(divergence.between(pre, current, w)[~inside & (w > 0)], new[~inside & (w > 0)])
+    assert torch.equal(divergence.between(pre, current, w)[inside].exp(), torch.log_softmax(pre, -1)[inside].exp())
     for s in range(len(pre)):
         if float(start[s]) <= radius:
             assert float(w[s]) == 0.0 and torch.equal(new[s], pre[s])

@@ -114,7 +114,7 @@ def test_an_objective_with_a_penalty_through_the_logits(weight: losses.Weight) -
         return objective(
             law.gather(-1, ids[..., None])[..., 0],
             scored,
-            kl_new_old_BT=kl,
+            kl_BT=kl,
             denominator=objective.denominator(batch),
             n_act=batch.n_act,
         ).total
@@ -140,8 +140,7 @@ def test_the_objective_adds_penalty_times_mean_kl_and_reports_the_sum() -> None:
     scored = AdvantageBatch(batch=batch, advantages=advantage, team={"a": 0})
     kl = torch.full(MASK.shape, 0.25, dtype=F64)
     totals = [
-        Objective(weight=Ppo(), penalty=penalty)(logp, scored, kl_new_old_BT=kl, denominator=6.0, n_act=6)
-        for penalty in (0.0, 2.0)
+        Objective(weight=Ppo(), penalty=penalty)(logp, scored, kl_BT=kl, denominator=6.0, n_act=6) for penalty in (0.0, 2.0)
     ]
     assert (totals[1].total - totals[0].total).item() == pytest.approx(2.0 * 0.25)
     assert totals[1].diagnostics["kl_sum"] == pytest.approx(6 * 0.25) and "kl_sum" not in totals[0].diagnostics

@@ -118,7 +118,7 @@ def evaluate(
     logp, kl = filled(case.logp).requires_grad_(), filled(case.kl).requires_grad_()
     tokens = TokenBatch(**{**vars(batch), "behavior_logprobs": filled(batch.behavior_logprobs)})
     scored = AdvantageBatch(batch=tokens, advantages=filled(case.scored.advantages), team={"a": 0})
-    term = objective(logp, scored, kl_new_old_BT=kl, denominator=objective.denominator(batch), n_act=batch.n_act)
+    term = objective(logp, scored, kl_BT=kl, denominator=objective.denominator(batch), n_act=batch.n_act)
     by_logp, by_kl = torch.autograd.grad(term.total, (logp, kl), allow_unused=True)
     by_kl = torch.zeros_like(kl) if by_kl is None else by_kl
     return term.total.detach(), by_logp, by_kl, term.diagnostics
@@ -180,7 +180,7 @@ def test_one_large_batch_is_the_sum_of_its_micro_batches(drawn: Drawn, weight: l
             continue
         part = part_of(case, rows)
         logp, kl = part.logp.clone().requires_grad_(), part.kl.clone().requires_grad_()
-        term = objective(logp, part.scored, kl_new_old_BT=kl, denominator=objective.denominator(batch), n_act=batch.n_act)
+        term = objective(logp, part.scored, kl_BT=kl, denominator=objective.denominator(batch), n_act=batch.n_act)
         got = torch.autograd.grad(term.total, (logp, kl))
         width = logp.shape[1]
         assert torch.allclose(got[0], by_logp[rows, :width], rtol=1e-12, atol=1e-12)

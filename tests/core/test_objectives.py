@@ -108,7 +108,7 @@ def evaluate(objective: Objective, case: Case, *, keep: Tensor | None = None) ->
     return objective(
         case.now,
         case.scored,
-        kl_new_old_BT=None,
+        kl_BT=None,
         denominator=objective.denominator(case.scored.batch),
         n_act=case.scored.batch.n_act,
         keep_BT=keep,
@@ -346,7 +346,7 @@ def test_micro_batches_of_every_combination_add_up_to_the_batch(weight: str, mas
             term = objective(
                 now,
                 part.scored,
-                kl_new_old_BT=None,
+                kl_BT=None,
                 denominator=objective.denominator(case.scored.batch),
                 n_act=case.scored.batch.n_act,
                 keep_BT=None if keep is None else keep[rows],
@@ -369,7 +369,7 @@ def test_a_second_moment_is_of_the_whole_batch_and_of_no_part() -> None:
     assert bool(objective.keep(case.now, case.scored)[:, 1].all()) and not objective.keep(part.now, part.scored).any()
     assert objective.needs_batch
     with pytest.raises(MissingError, match="whole optimiser batch"):
-        objective(case.now, case.scored, kl_new_old_BT=None, denominator=1.0, n_act=1)
+        objective(case.now, case.scored, kl_BT=None, denominator=1.0, n_act=1)
     others = [
         Objective(weight=losses.Is(), penalty=0.0, mask=mask) for name, mask in ALL_MASKS.items() if name != "second_moment"
     ]

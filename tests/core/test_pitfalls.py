@@ -135,7 +135,7 @@ def test_a06_a_penalty_of_zero_never_looks_at_the_divergence() -> None:
 
     def total(penalty: float, kl: Tensor | None) -> Tensor:
         objective = Objective(weight=Dis(band=losses.TIGHT), penalty=penalty)
-        return objective(logp, batch, kl_new_old_BT=kl, denominator=5.0, n_act=5).total
+        return objective(logp, batch, kl_BT=kl, denominator=5.0, n_act=5).total
 
     assert torch.equal(total(0.0, infinite), total(0.0, None))
     assert total(1e-3, infinite).item() == math.inf
@@ -258,7 +258,7 @@ def test_a14_the_gradient_does_not_depend_on_the_micro_batch_size(weight: losses
         for chunk in chunks:
             part = batch.rows(chunk)
             width = part.batch.ids.shape[1]
-            term = objective(x[chunk, :width], part, kl_new_old_BT=kl[chunk, :width], denominator=denominator, n_act=n_act)
+            term = objective(x[chunk, :width], part, kl_BT=kl[chunk, :width], denominator=denominator, n_act=n_act)
             term.total.backward()
             total += term.total.item()
         assert x.grad is not None

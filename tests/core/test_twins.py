@@ -425,16 +425,16 @@ def test_the_objective_is_the_policy_term_plus_the_penalised_kl(case: Case, weig
     expected = policy.total + (penalty * slow_kl.total if penalty else 0.0)
 
     def fast(new: Tensor) -> losses.LossTerm:
-        return objective(new, batch, kl_new_old_BT=kl, denominator=denominator, n_act=n_act)
+        return objective(new, batch, kl_BT=kl, denominator=denominator, n_act=n_act)
 
     term = fast(case.new)
     assert close(float(term.total), expected, scale=policy.scale + penalty * slow_kl.scale)
     if penalty:
         assert close(term.diagnostics["kl_sum"], slow_kl.total * n_act)
         with pytest.raises(MissingError):
-            objective(case.new, batch, kl_new_old_BT=None, denominator=denominator, n_act=n_act)
+            objective(case.new, batch, kl_BT=None, denominator=denominator, n_act=n_act)
     else:
-        without = objective(case.new, batch, kl_new_old_BT=None, denominator=denominator, n_act=n_act)
+        without = objective(case.new, batch, kl_BT=None, denominator=denominator, n_act=n_act)
         assert torch.equal(without.total, term.total)
     check_gradient(
         lambda new: fast(new).total,
@@ -450,11 +450,11 @@ def test_micro_batches_add_up_to_the_whole_batch(case: Case, weight: losses.Weig
     kl = torch.where(case.mask, -case.old, case.old)
     objective = losses.Objective(weight=weight, penalty=0.1)
     denominator, n_act = objective.denominator(batch.batch), batch.batch.n_act
-    whole = objective(case.new, batch, kl_new_old_BT=kl, denominator=denominator, n_act=n_act)
+    whole = objective(case.new, batch, kl_BT=kl, denominator=denominator, n_act=n_act)
     total, diagnostics = 0.0, dict.fromkeys(whole.diagnostics, 0.0)
     for e in range(int(case.episode.max()) + 1):
         index = (case.episode == e).nonzero()[:, 0]
-        part = objective(case.new[index], batch.rows(index), kl_new_old_BT=kl[index], denominator=denominator, n_act=n_act)
+        part = objective(case.new[index], batch.rows(index), kl_BT=kl[index], denominator=denominator, n_act=n_act)
         total += float(part.total)
         for name, value in part.diagnostics.items():
             diagnostics[name] += value

@@ -113,7 +113,7 @@ def test_g20_token_losses_share_one_denominator() -> None:
         term = objective(
             logp[:, : int(part.lengths[rows].max())],
             scored.rows(rows),
-            kl_new_old_BT=None,
+            kl_BT=None,
             denominator=denominator,
             n_act=4,
         )

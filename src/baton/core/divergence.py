@@ -9,6 +9,7 @@ Laws are log-probabilities. A token of probability 0 is -inf and contributes 0 t
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -61,6 +62,13 @@ def exact(log_new: Float[Tensor, "S V"], log_old: Float[Tensor, "S V"]) -> tuple
     return kl(log_new, log_old), kl(log_old, log_new)
 
 
+def directed(
+    log_new: Float[Tensor, "S V"], log_old: Float[Tensor, "S V"], direction: Literal["new_old", "old_new"]
+) -> Float[Tensor, " S"]:
+    """One of the two, with its gradient."""
+    return kl(log_new, log_old) if direction == "new_old" else kl(log_old, log_new)
+
+
 def entropy(log_p: Float[Tensor, "S V"]) -> Float[Tensor, " S"]:
     """-sum_v p log p of each state, in nats."""
     log_p = log_p.masked_fill(log_p == -math.inf, 0.0)  # an absent token adds 1 * 0
@@ -101,6 +109,19 @@ def message_values(values: Float[Tensor, " N"], row: Int[Tensor, " N"]) -> tuple
 
 
 # ---- entering the ball (2.8) -------------------------------------------------------------------------------
+
+
+def between(
+    log_pre_SV: Float[Tensor, "S V"], log_current_SV: Float[Tensor, "S V"], w_S: Float[Tensor, " S"]
+) -> Float[Tensor, "S V"]:
+    """The laws on the way from `pre` (w = 0) to `current` (w = 1): ~ pre^(1-w) current^w. Where w > 0 a token of probability
+    0 in either law gets 0."""
+    w_S1 = w_S.to(log_pre_SV.dtype)[:, None]
+    absent = (log_pre_SV == -math.inf) | ((log_current_SV == -math.inf) & (w_S1 > 0.0))
+    mixed = (1.0 - w_S1) * log_pre_SV.masked_fill(absent, 0.0) + w_S1 * log_current_SV.masked_fill(
+        absent | (log_current_SV == -math.inf), 0.0
+    )
+    return torch.log_softmax(mixed.masked_fill(absent, -math.inf), dim=-1)
 
 
 def project(

@@ -172,9 +172,9 @@ def safe_exp(x: Float[Tensor, "*shape"]) -> tuple[Float[Tensor, "*shape"], int]:
     return torch.exp(x.clamp(max=LOG_RATIO_BOUND)), int((x > LOG_RATIO_BOUND).sum())
 
 
-def kl_term(kl_new_old_BT: Float[Tensor, "B T"], mask_BT: Bool[Tensor, "B T"], *, denominator: float) -> Float[Tensor, ""]:
-    """Sum of kl_new_old over action tokens / denominator, in nats per token when the denominator is N_act."""
-    return _divide(_under(mask_BT, kl_new_old_BT).sum(), int(mask_BT.sum()), denominator)
+def kl_term(kl_BT: Float[Tensor, "B T"], mask_BT: Bool[Tensor, "B T"], *, denominator: float) -> Float[Tensor, ""]:
+    """Sum of a divergence over action tokens / denominator, in nats per token when the denominator is N_act."""
+    return _divide(_under(mask_BT, kl_BT).sum(), int(mask_BT.sum()), denominator)
 
 
 # ---- weights -----------------------------------------------------------------------------------------------
@@ -410,16 +410,18 @@ def binary_kl(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Objective:
-    """What one optimiser step minimises: policy term + penalty * mean kl_new_old over action tokens.
+    """What one optimiser step minimises: policy term + penalty * mean divergence from an anchor over action tokens.
 
     (ALGORITHMS 2.3, objective decision; 4.8.) The policy term is weight x mask x level; tokens that the mask
     drops stay in every denominator. With penalty 0 the divergence is neither needed nor looked at: infinite
-    KL times 0 would be NaN.
+    KL times 0 would be NaN. With weight None there is no policy term: the divergence alone is distillation (2.8).
     """
 
-    weight: Weight
+    weight: Weight | None
     penalty: float
     """beta, per nat."""
+    direction: Literal["new_old", "old_new"] = "new_old"
+    """Which divergence is penalised: KL(policy || anchor), or KL(anchor || policy), that of a teacher from its student."""
     mask: Mask | None = None
     level: Literal["token", "sequence"] | None = None
     """token: mean over action tokens; sequence: mean over episodes of the mean over their own tokens. None: as the
@@ -428,6 +430,8 @@ class Objective:
     def __post_init__(self) -> None:
         if not (math.isfinite(self.penalty) and self.penalty >= 0.0):
             raise ConfigError(f"penalty {self.penalty}: need a finite number >= 0")
+        if self.weight is None and (self.penalty == 0.0 or self.mask is not None):
+            raise ConfigError("an objective without a policy term needs a penalty > 0 and has nothing to mask")
         if self.mask is not None and not isinstance(self.mask, Band) and not 0.0 < self.mask.limit < math.inf:
             raise ConfigError(f"limit {self.mask.limit} of a mask: need a finite number > 0")
 
@@ -477,14 +481,14 @@ class Objective:
         logprobs_BT: Float[Tensor, "B T"],
         batch: AdvantageBatch,
         *,
-        kl_new_old_BT: Float[Tensor, "B T"] | None,
+        kl_BT: Float[Tensor, "B T"] | None,
         denominator: float,
         n_act: int,
         keep_BT: Bool[Tensor, "B T"] | None = None,
     ) -> LossTerm:
         """The loss of these rows; `denominator` and `n_act` are those of the whole optimiser batch.
 
-        `kl_new_old_BT` is KL(policy now || anchor) in nats with its gradient; only read when `needs_kl`.
+        `kl_BT` is the divergence of `direction`, policy now and anchor, in nats with its gradient; read when `needs_kl`.
         `keep_BT` is these rows' part of `keep`, required where `needs_batch` and found here where None. All rows
         of an episode must be in the call. Diagnostics are those of the weight (of the tokens that it sees), with
         a mask `masked` (action tokens dropped), and with a penalty `kl_sum` (nats summed over action tokens).
@@ -513,6 +517,8 @@ class Objective:
             share_B = share_B / _episode_sums(mask_BT.sum(dim=1), episode_B)
         advantages_BT = advantages_BT * share_B[:, None]
         match self.weight:
+            case None:
+                term = LossTerm(total=logprobs_BT.new_zeros(()), diagnostics={})
             case Dis(band=band):
                 term = dis(logprobs_BT, behavior_BT, advantages_BT, seen_BT, band=band, denominator=denominator)
             case Is(cap=cap):
@@ -536,13 +542,13 @@ class Objective:
         if self.mask is not None:
             diagnostics["masked"] = float((mask_BT & ~kept_BT).sum())
         if self.needs_kl:
-            if kl_new_old_BT is None:
+            if kl_BT is None:
                 raise MissingError(
                     f"objective of '{tokens.agent}' has penalty {self.penalty} and no divergence; "
-                    "pass kl_new_old_BT or set penalty 0"
+                    "pass kl_BT or set penalty 0"
                 )
-            total = total + self.penalty * kl_term(kl_new_old_BT, mask_BT, denominator=float(n_act))
-            diagnostics["kl_sum"] = float(_under(mask_BT, kl_new_old_BT.detach()).sum())
+            total = total + self.penalty * kl_term(kl_BT, mask_BT, denominator=float(n_act))
+            diagnostics["kl_sum"] = float(_under(mask_BT, kl_BT.detach()).sum())
         return LossTerm(total=total, diagnostics=diagnostics)
 
 

@@ -174,6 +174,11 @@ class Anchor(Protocol):
         """Log-probability of each sampled token at the sampling temperature (0 where the mask is False)."""
         ...
 
+    def at(self, batch: TokenBatch) -> Anchor:
+        """The same laws for another model of one tokenizer: `batch` holds the same action states in the same order, after
+        that model's own prompts. Its `logprobs` are not to be read. Raises DataError where the states differ in number."""
+        ...
+
 
 class Learner(Protocol):
     """Owns one agent's fp32 masters and optimiser. Everything it reports about a policy is about the weights as served."""
@@ -188,10 +193,18 @@ class Learner(Protocol):
         """Exact KL of the policy now (new) against the anchor (old), both scored in the same batch layout."""
         ...
 
+    def project(self, batch: TokenBatch, anchor: Anchor, *, radius: float) -> Anchor:
+        """The served policy now, moved towards the anchor until KL(moved || anchor) <= radius in each state (2.8).
+
+        Raises:
+            DataError: a state where no law on the tokens of both is that near.
+        """
+        ...
+
     def step(self, batch: AdvantageBatch, objective: Objective, *, lr: float, anchor: Anchor | None) -> StepReport:
         """One optimiser step on the whole batch, in micro-batches whose sum equals one large batch.
 
-        `anchor` was remembered on `batch.batch` and is required when `objective.needs_kl`. Where
+        `anchor` is of `batch.batch` (remembered or projected there) and is required when `objective.needs_kl`. Where
         `objective.needs_batch`, the whole batch is scored first and each micro-batch is given its part of `keep`.
 
         Raises:

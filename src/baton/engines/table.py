@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from baton.core.batching import micro_batches
 from baton.core.coupling import coupled, inverse_cdf
-from baton.core.divergence import exact, kl, log_law
+from baton.core.divergence import directed, exact, log_law, project
 from baton.core.keyed import beside, uniforms
 from baton.core.losses import Objective
 from baton.engines.engine import Anchor, Completion, CoupledRequest, Request, ScoreRequest, completed
@@ -360,6 +360,12 @@ class TableAnchor:
     names: tuple[str, ...]
     temperature: float
 
+    def at(self, batch: TokenBatch) -> TableAnchor:
+        """See `engine.Anchor`."""
+        if batch.n_act != len(self.names):
+            raise DataError(f"laws of {len(self.names)} states cannot be read at the {batch.n_act} of another batch")
+        return replace(self, names=tuple(_state_names(batch)))
+
 
 class TableLearner:
     """One agent's table: float64 masters, exact laws, exact divergences.
@@ -436,9 +442,7 @@ class TableLearner:
         row_N, position_N = batch.mask.nonzero(as_tuple=True)
         token_N = batch.ids[row_N, position_N]
         _check_sampled(token_N.tolist(), self._vocabulary, f"batch of '{self._agent}'")
-        ids = batch.ids.numpy().astype(">u2")
-        names = [ROW + ids[b, :t].tobytes().hex() for b, t in zip(row_N.tolist(), position_N.tolist(), strict=True)]
-        return names, row_N, position_N, token_N
+        return _state_names(batch), row_N, position_N, token_N
 
     def _log_laws(self, names: Sequence[str], temperature: float) -> Tensor:
         served_RV = self._masters_RV.to(self._dtype)
@@ -473,6 +477,12 @@ class TableLearner:
         old = self._own(anchor, names, batch.temperature)
         kl_new_old, kl_old_new = exact(self._log_laws(names, batch.temperature), old.log_p_NV)
         return TokenDivergence(kl_new_old=kl_new_old, kl_old_new=kl_old_new, row=row_N, position=position_N)
+
+    @torch.no_grad()
+    def project(self, batch: TokenBatch, anchor: Anchor, *, radius: float) -> TableAnchor:
+        now = self.remember(batch)
+        current = self._own(anchor, now.names, batch.temperature)
+        return replace(now, log_p_NV=project(now.log_p_NV, current.log_p_NV, radius=radius)[0])
 
     # ---- moving
 
@@ -513,11 +523,13 @@ class TableLearner:
             log_p_NV = log_law(served_RV[at_N[here]], temperature=tokens.temperature)
             shape = part.batch.ids.shape
             logprobs_BT = _scatter(log_p_NV.gather(1, token_N[here][:, None])[:, 0], b_N, t_N, shape)
-            kl_BT = None if old_NV is None else _scatter(kl(log_p_NV, old_NV[here]), b_N, t_N, shape)
+            kl_BT = (
+                None if old_NV is None else _scatter(directed(log_p_NV, old_NV[here], objective.direction), b_N, t_N, shape)
+            )
             term = objective(
                 logprobs_BT,
                 part,
-                kl_new_old_BT=kl_BT,
+                kl_BT=kl_BT,
                 denominator=denominator,
                 n_act=n_act,
                 keep_BT=None if keep_BT is None else keep_BT[chunk, : shape[1]],
@@ -648,6 +660,12 @@ class TableLearner:
     def weights(self) -> Weights:
         """Every stored row in the serving dtype."""
         return _served({name: self._masters_RV[i].to(self._dtype, copy=True) for name, i in self._names.items()})
+
+
+def _state_names(batch: TokenBatch) -> list[str]:
+    """Names of the rows of a batch's action states, in row order."""
+    ids = batch.ids.numpy().astype(">u2")
+    return [ROW + ids[b, :t].tobytes().hex() for b, t in batch.mask.nonzero().tolist()]
 
 
 def _scatter(values_N: Tensor, row_N: Tensor, position_N: Tensor, shape: torch.Size) -> Tensor:

@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from baton.core.divergence import kl, project
 from baton.core.losses import Likelihood, Objective
 from baton.engines.engine import Anchor, Learner
-from baton.errors import MissingError, NonFiniteError
+from baton.errors import DataError, MissingError, NonFiniteError
 from baton.testing.bench import Bench, copied, far_apart, first_moved, require_same
 from baton.testing.claims import Law, require
 from baton.testing.learner_state import blend_is_exact_at_both_ends, restore_is_exact, serves_copies
@@ -57,6 +58,7 @@ def check_learner(
         restore_is_exact,
         blend_is_exact_at_both_ends,
         _penalty_acts_where_it_can,
+        _projects_and_follows_a_teacher,
         _scores_are_gradients,
         _nothing_moves_without_cause,
         serves_copies,
@@ -288,6 +290,44 @@ def _penalty_acts_where_it_can(bench: Bench) -> None:
     except MissingError:
         return
     raise AssertionError("a step with a penalty and no anchor did not raise MissingError")
+
+
+def _projects_and_follows_a_teacher(bench: Bench) -> None:
+    learner, batch = bench.start()
+    tokens = batch.batch
+    anchor, old_NV = learner.remember(tokens), bench.laws(learner.weights(), tokens)
+    for _ in range(4):
+        bench.step(learner, batch)
+    start = copied(learner.snapshot())
+    new_NV = bench.laws(learner.weights(), tokens)
+    apart = learner.divergence(tokens, anchor).kl_new_old
+    radius = float(apart.max()) / 4.0
+    require(radius > bench.tolerance, f"four steps moved the policy by {4 * radius:.3g} nats only; raise lr for this check")
+    target, want_NV = learner.project(tokens, anchor, radius=radius), project(new_NV, old_NV, radius=radius)[0]
+    require_same(learner.snapshot(), start, "a projection moves nothing")
+    for place in (target, target.at(tokens)):
+        got = learner.divergence(tokens, place)
+        far = max(far_apart(got.kl_new_old, kl(new_NV, want_NV)), far_apart(got.kl_old_new, kl(want_NV, new_NV)))
+        require(far <= bench.tolerance, f"the policy is {far:.3g} nats from where it is away from its own projection")
+
+    # A teacher's step minimises KL(anchor || policy): its loss is that divergence, and it brings the policy nearer.
+    teacher, (student, _) = learner.remember(tokens), bench.start()
+    lesson = Objective(weight=None, penalty=1.0, direction="old_new")
+    before = float(student.divergence(tokens, teacher).kl_old_new.mean())
+    report = student.step(batch, lesson, lr=bench.lr / 2, anchor=teacher)
+    require(
+        abs(report.loss - before) <= max(bench.tolerance, 1e-4 * before),
+        f"the loss of a teacher's step is {report.loss:.6g}, the mean KL(anchor || policy) before it {before:.6g}",
+    )
+    for _ in range(3):
+        student.step(batch, lesson, lr=bench.lr / 2, anchor=teacher)
+    after = float(student.divergence(tokens, teacher).kl_old_new.mean())
+    require(after < before, f"a teacher left the policy {after:.3g} nats away, where it was {before:.3g}")
+    try:
+        anchor.at(tokens.rows([0]))
+    except DataError:
+        return
+    raise AssertionError("laws were read at the states of a smaller batch")
 
 
 def _scores_are_gradients(bench: Bench) -> None:

@@ -5,8 +5,9 @@ Axes: B rows, T tokens, N action states in row order, S some of them, D width, V
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -23,25 +24,25 @@ CHUNK = 2**23
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalAnchor:
-    """The policy at `remember`: final hidden states at the action states and the unembedding (a copy where it is trained).
-
-    Laws are rebuilt from them chunk by chunk, which takes a fraction of the memory of the log-probabilities.
-    """
+class LocalAnchor(ABC):
+    """Laws of a policy at the action states of a batch, rebuilt chunk by chunk: what they are rebuilt from takes a fraction
+    of the memory of the log-probabilities."""
 
     logprobs: Float[Tensor, "B T"]
-    hidden: Float[Tensor, "N D"]
-    weight: Float[Tensor, "V D"]
-    bias: Float[Tensor, " V"] | None
-    softcap: float | None
     ids: Int[Tensor, "B T"]
     mask: Bool[Tensor, "B T"]
     temperature: float
 
+    @abstractmethod
     def law(self, states: slice | Int[Tensor, " S"], *, forbidden: Bool[Tensor, " V"]) -> Float[Tensor, "S V"]:
-        """fp32 log-probabilities of the next token at some of the remembered states."""
-        logits = unembed(self.hidden[states], self.weight, self.bias, self.softcap)
-        return divergence.log_law(logits, temperature=self.temperature, forbidden=forbidden)
+        """fp32 log-probabilities of the next token at some of the states, over the rows of who asks."""
+
+    def at(self, batch: TokenBatch) -> LocalAnchor:
+        """See `engine.Anchor`."""
+        states = int(self.mask.sum())
+        if batch.n_act != states:
+            raise DataError(f"laws of {states} states cannot be read at the {batch.n_act} of another batch")
+        return replace(self, ids=batch.ids.clone(), mask=batch.mask.clone())
 
     def require(self, batch: TokenBatch) -> None:
         """Raise DataError unless this is the batch that was remembered."""
@@ -51,6 +52,54 @@ class LocalAnchor:
                 f"the anchor of '{batch.agent}' was remembered on another batch ({tuple(self.ids.shape)} at T "
                 f"{self.temperature}, now {tuple(batch.ids.shape)} at T {batch.temperature}); remember this one first"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remembered(LocalAnchor):
+    """The policy at `remember`: final hidden states and the unembedding (a copy where it is trained)."""
+
+    hidden: Float[Tensor, "N D"]
+    weight: Float[Tensor, "V D"]
+    bias: Float[Tensor, " V"] | None
+    softcap: float | None
+
+    def law(self, states: slice | Int[Tensor, " S"], *, forbidden: Bool[Tensor, " V"]) -> Float[Tensor, "S V"]:
+        logits = unembed(self.hidden[states], self.weight, self.bias, self.softcap)
+        # Another model of the same tokenizer may have fewer or more rows of padding.
+        if (more := forbidden.numel() - logits.shape[1]) != 0:
+            logits = functional.pad(logits, (0, more))
+        return divergence.log_law(logits, temperature=self.temperature, forbidden=forbidden)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Projected(LocalAnchor):
+    """The laws on the way from one policy to another, as far as `project` went in each state."""
+
+    pre: LocalAnchor
+    current: LocalAnchor
+    w: Float[Tensor, " N"]
+
+    def law(self, states: slice | Int[Tensor, " S"], *, forbidden: Bool[Tensor, " V"]) -> Float[Tensor, "S V"]:
+        one, other = (anchor.law(states, forbidden=forbidden) for anchor in (self.pre, self.current))
+        return divergence.between(one, other, self.w[states])
+
+
+def project(pre: LocalAnchor, current: LocalAnchor, *, forbidden: Bool[Tensor, " V"], radius: float) -> Projected:
+    """`pre` moved into the ball around `current`, state by state (2.8). `current` is of the same batch."""
+    states = int(pre.mask.sum())
+    found = [
+        divergence.project(pre.law(at, forbidden=forbidden), current.law(at, forbidden=forbidden), radius=radius)[1]
+        for at in _chunks(states, forbidden.numel())
+    ]
+    return Projected(
+        logprobs=pre.logprobs,
+        ids=pre.ids,
+        mask=pre.mask,
+        temperature=pre.temperature,
+        pre=pre,
+        current=current,
+        w=torch.cat(found),
+    )
 
 
 def state_places(batch: TokenBatch) -> Sequence[Int[Tensor, " S"]]:

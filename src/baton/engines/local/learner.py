@@ -25,7 +25,7 @@ from baton.engines import adapters, models
 from baton.engines.engine import Anchor
 from baton.engines.local import laws
 from baton.engines.local.device import Compute
-from baton.engines.local.laws import LocalAnchor
+from baton.engines.local.laws import LocalAnchor, Remembered
 from baton.engines.local.net import Bases, Net
 from baton.errors import DataError, MissingError, NonFiniteError
 from baton.types import AdvantageBatch, AgentId, Snapshot, StepReport, TokenBatch, TokenDivergence, Weights
@@ -102,7 +102,7 @@ class LocalLearner:
         """The served policy at the action states of this batch."""
         hidden = self._hidden(batch)
         weight, bias = self._unembedding()
-        return LocalAnchor(
+        return Remembered(
             logprobs=laws.logprobs(self._serve, batch, hidden),
             hidden=hidden,
             weight=weight,
@@ -123,6 +123,12 @@ class LocalLearner:
         """
         old = self._own(anchor, batch)
         return laws.compared(self._serve, batch, self._hidden(batch), old)
+
+    @torch.no_grad()
+    def project(self, batch: TokenBatch, anchor: Anchor, *, radius: float) -> LocalAnchor:
+        """The served policy moved into the ball around the anchor; see `engine.Learner`."""
+        current = self._own(anchor, batch)
+        return laws.project(self.remember(batch), current, forbidden=self._serve.forbidden, radius=radius)
 
     def step(self, batch: AdvantageBatch, objective: Objective, *, lr: float, anchor: Anchor | None) -> StepReport:
         """One AdamW step on the masters; micro-batches add up to the gradient of the whole batch.
@@ -155,12 +161,12 @@ class LocalLearner:
                 states = torch.cat([places[r] for r in rows]).to(self.device)
                 with torch.no_grad():
                     log_old = old.law(states, forbidden=self._train.forbidden)
-                kl_N = divergence.kl(log_new, log_old)
+                kl_N = divergence.directed(log_new, log_old, objective.direction)
                 kl_BT = torch.zeros(mask.shape, device=self.device).masked_scatter(mask, kl_N).cpu()
             term = objective(
                 logprobs_BT,
                 part,
-                kl_new_old_BT=kl_BT,
+                kl_BT=kl_BT,
                 denominator=denominator,
                 n_act=tokens.n_act,
                 keep_BT=None if keep_BT is None else keep_BT[rows, : mask.shape[1]],
