@@ -18,7 +18,20 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "baton"
 
 ADDED_TO_THE_SHELL = frozenset(
-    {"assemble", "console", "host", "journal", "doctor", "plan", "records", "resting", "trackers", "audit"}
+    {
+        "assemble",
+        "console",
+        "host",
+        "journal",
+        "doctor",
+        "plan",
+        "records",
+        "resting",
+        "starting",
+        "trackers",
+        "audit",
+        "swap",
+    }
 )
 """Rooms beside `run` that the first layout did not have; docs/design.md has to give each a line."""
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from baton import envs, protocols
 from baton.config import AgentOptions, Config
 from baton.core.keyed import key, permutation
-from baton.engines import adapters, local, models
+from baton.engines import adapters, local, mixture, models
 from baton.engines.chat import codec_of
 from baton.engines.endpoint import Endpoint, EndpointOptions
 from baton.engines.engine import Codec, Sampler
@@ -138,6 +138,8 @@ class LocalCrew:
         save_model(folder, weights, source=self.folders[agent])
 
     def stored(self, folder: Path) -> Mapping[str, Tensor]:
+        if mixture.is_mixture(folder):
+            return mixture.tensors(folder)
         return stored(folder / (adapters.TENSORS if adapters.is_adapter(folder) else "model.safetensors"))
 
     def copy_start(self, agent: AgentId, folder: Path) -> None:
@@ -668,10 +670,13 @@ def _folder_digest(folder: Path) -> str:
 
 
 def copy_model(source: Path, folder: Path) -> None:
-    """A model folder's files, for the run's own version 0."""
+    """A model folder's files, for the run's own version 0 (and those of the model that a mixture holds inside)."""
     for path in sorted(source.iterdir()):
         if path.is_file() and not path.name.startswith(".") and path.name != "warm_start.json":
             shutil.copyfile(path, folder / path.name)
+    if mixture.is_mixture(source):
+        (folder / mixture.INCUMBENT).mkdir()
+        copy_model(source / mixture.INCUMBENT, folder / mixture.INCUMBENT)
 
 
 def set_threads(config: Config, parameters: Mapping[AgentId, int]) -> int:

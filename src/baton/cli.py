@@ -10,6 +10,7 @@
     baton config CONFIG        the resolved config; --explain KEY says what a key means
     baton plan CONFIG          memory, disk and time of a run, before anything loads
     baton try RUN QUESTION     talk to a run's team
+    baton swap RUN AGENT=MODEL another model takes a seat, the others keep theirs
 
 Exit codes: 0; 1 something failed on the way (or the doctor or an audit found a fault); 2 bad input, refused before work
 began; 3 the run stalled; 130 interrupted. Bad input and known failures are one line on stderr; a traceback is our fault.
@@ -25,6 +26,7 @@ import json
 import os
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from importlib.metadata import version as package_version
@@ -35,11 +37,13 @@ from baton import assemble, doctor, records, run, trackers
 from baton import config as configs
 from baton import console as show
 from baton import plan as planning
+from baton import swap as swaps
+from baton.algorithms.stage0 import MODES, SwapOptions
 from baton.audit import verify
 from baton.errors import BatonError, ConfigError, DataError, Interrupted, ModelError, RunError, is_text
 from baton.evaluation import evaluate, evaluate_model
 from baton.host import deaf
-from baton.journal import Run, open_run
+from baton.journal import Run, current, open_run
 from baton.records import Record
 from baton.ui import certificates
 from baton.ui import report as pages
@@ -262,7 +266,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _tools(command: Callable[..., argparse.ArgumentParser]) -> None:
-    """`config`, `plan` and `try`."""
+    """`config`, `plan`, `try` and `swap`."""
     settings = command(
         "config",
         _config,
@@ -320,6 +324,97 @@ def _tools(command: Callable[..., argparse.ArgumentParser]) -> None:
     talk.add_argument("--seed", type=_seed, metavar="N", help="another seed is another answer (default: the run's)")
     _json(talk, "one JSON document an episode on stdout, nothing else")
 
+    exchange = command(
+        "swap",
+        _swap,
+        "give an agent's seat to another model: made to speak as the one before, judged by the gate, and the others keep "
+        "theirs; or take the last swap back",
+        "baton swap runs/first solver=tiny:1M --continue 20",
+    )
+    exchange.add_argument("run", metavar="RUN", help="run directory that stands between two stages")
+    exchange.add_argument("seat", metavar="AGENT=MODEL", nargs="?", help="whose seat, and the model as in agents.model")
+    exchange.add_argument(
+        "--mode",
+        choices=list(MODES),
+        default="distill",
+        help="; ".join(f"{name}: {what}" for name, what in MODES.items()),
+    )
+    exchange.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help=f"of {', '.join(n for n in SwapOptions.model_fields if n != 'mode')} (repeatable)",
+    )
+    exchange.add_argument("--continue", dest="more", type=_count, metavar="N", help="then train N stages more")
+    exchange.add_argument("--undo", action="store_true", help="go back to the run before its last swap, bit for bit")
+    exchange.add_argument(
+        "--live", action="store_true", help="ask the job that runs there: it swaps between two stages and trains on"
+    )
+    _json(exchange)
+
+
+def _swap(arguments: argparse.Namespace) -> int:
+    home = open_run(arguments.run).home
+    if arguments.undo:
+        if arguments.seat or arguments.more or arguments.live or arguments.set:
+            raise ConfigError("--undo takes the last swap back and nothing else; leave out AGENT=MODEL and other options")
+        undone = swaps.undo(home)
+        if arguments.json:
+            print(show.to_json(undone, indent=2))
+        else:
+            _print(show.undone_lines(undone))
+        return 0
+    agent, is_seat, model = str(arguments.seat or "").partition("=")
+    if not (agent and is_seat and model):
+        raise ConfigError(f"swap {arguments.seat or '(nothing)'}: write AGENT=MODEL, for example solver=tiny:1M; or --undo")
+    options = configs.options_of(SwapOptions, arguments.set, mode=arguments.mode)
+    if arguments.live:
+        if arguments.more:
+            raise ConfigError("--continue with --live: the job that runs there trains on anyway; leave it out")
+        return _swap_live(home, agent, model, options, as_json=arguments.json)
+    with show.Console(sys.stderr if arguments.json else sys.stdout, stages=0, agents=[agent]) as console:
+        record = swaps.swap(home, agent, model, options=options, reporter=console)
+    more: Record | None = None
+    if arguments.more:
+        config = open_run(home).config
+        stages = int(record["stages"]) + int(arguments.more)
+        config = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"stages": stages})})
+        agents = [a.name for a in config.agents]
+        with show.Console(sys.stderr if arguments.json else sys.stdout, stages=stages, agents=agents) as console:
+            run.train(config, run=home, resume=True, reporter=console)
+            more = run.since_swap(home, record)
+    if arguments.json:
+        print(show.to_json({"swap": record, "continued": more}, indent=2))
+    else:
+        _print(["", *show.swap_lines(record, more)])
+    return 0
+
+
+def _swap_live(home: Path, agent: str, model: str, options: SwapOptions, *, as_json: bool) -> int:
+    """Leave the request, and wait for the job's answer."""
+    if not records.is_locked(home):
+        raise RunError(f"no job runs on {home}; leave out --live")
+    place = swaps.ask(home, swaps.Request(agent=agent, model=model, options=options))
+    print(f"asked; the job answers between two stages ({place})", file=sys.stderr, flush=True)
+    try:
+        while not place.is_file():
+            if not records.is_locked(home):
+                swaps.withdraw(home)
+                raise RunError(f"the job on {home} ended before it took the swap; leave out --live")
+            time.sleep(0.5)
+    except KeyboardInterrupt:
+        print(f"the request stays; remove {place.with_name(swaps.REQUEST)} to take it back", file=sys.stderr)
+        raise
+    answer = json.loads(place.read_text(encoding="utf-8"))
+    if not answer["accepted"]:
+        raise RunError(f"no swap: {answer['why']}")
+    if as_json:
+        print(show.to_json({"swap": answer, "continued": None}, indent=2))
+    else:
+        _print(show.swap_lines(answer, None))
+    return 0
+
 
 def _json(parser: argparse.ArgumentParser, what: str = "one JSON document on stdout, nothing else") -> None:
     parser.add_argument("--json", action="store_true", help=what)
@@ -348,7 +443,7 @@ def _train(arguments: argparse.Namespace) -> int:
         except (Interrupted, KeyboardInterrupt):
             ending = "interrupted"
     result: Record = {"kind": "summary", "run": str(target), "ending": ending}
-    result |= show.summary(Run(target).updates, agents)
+    result |= show.summary(Run(current(target)).updates, agents)
     if ending == "interrupted":
         # Before the resolved config is written there is nothing to resume: the same command then starts the run.
         has_begun = (target / "config.toml").is_file()

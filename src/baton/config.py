@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -303,6 +303,29 @@ def parse(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
         return Config.model_validate(merged)
     except ValidationError as error:
         raise ConfigError(_explain(error, merged)) from None
+
+
+Options = TypeVar("Options", bound=BaseModel)
+
+
+def options_of(kind: type[Options], overrides: Sequence[str], **given: Any) -> Options:
+    """Options that stand in no file, from `key=value` texts.
+
+    Raises:
+        ConfigError: an unknown key (with the nearest one), or a value that is out of range or of the wrong kind.
+    """
+    tree: dict[str, Any] = dict(given)
+    for override in overrides:
+        name = override.partition("=")[0].strip()
+        if name not in kind.model_fields:
+            close = difflib.get_close_matches(name, kind.model_fields, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(kind.model_fields)}"
+            raise ConfigError(f"--set {override}: unknown key; {hint}")
+        _override(tree, override)
+    try:
+        return kind.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, tree)) from None
 
 
 def _copy(node: Any) -> Any:
@@ -702,4 +725,4 @@ def _nearest(path: str) -> str:
     return f"; {section or 'the top level'} has: {', '.join(there)}"
 
 
-__all__ = ["AgentOptions", "Config", "Key", "explain", "load", "parse"]
+__all__ = ["AgentOptions", "Config", "Key", "explain", "load", "options_of", "parse"]

@@ -752,3 +752,56 @@ def health_lines(report: Record) -> list[str]:
         if check["remedy"]:
             lines.append(f"      {' ' * wide}  -> {check['remedy']}")
     return lines
+
+
+# ---- swaps -----------------------------------------------------------------------------------------------------
+
+
+def _accuracy(found: Record) -> str:
+    return f"{decimal(found['value'])} [{decimal(found['low'])}, {decimal(found['high'])}]"
+
+
+def swap_lines(record: Record, more: Record | None) -> list[str]:
+    """A swap as a person reads it: what it was, the team before, right after and later, and the other seats' weights."""
+    agent, accuracy = record["agent"], record["accuracy"]
+    lines = [
+        f"{agent}: {record['model_before']} ({record['parameters_before']:,} parameters) -> {record['model']} "
+        f"({record['parameters']:,}), mode {record['mode']}, after stage {record['stages']}"
+    ]
+    if (gate := record.get("gate")) is not None:
+        lines.append(
+            f"gate: mean {decimal(gate['message_mean'])} of {gate['radius_message_mean']:g} nats, quantile "
+            f"{decimal(gate['q_gate'])} of {gate['radius_token']:g}, after {len(record['rounds'])} rounds"
+        )
+    elif record.get("bound") is not None:
+        bound = record["bound"]["kl_served_incumbent"]
+        lines.append(f"both models run: in every state at most {bound:g} nats from the one before; the seat is not trained")
+    else:
+        lines.append("no gate: nothing says how far it speaks from the one before")
+    rows = [("before", _accuracy(accuracy["before"]), ""), ("right after", _accuracy(accuracy["after"]), "")]
+    difference = accuracy["difference"]
+    rows[1] = (*rows[1][:2], f"{difference['value']:+.3f} [{difference['low']:+.3f}, {difference['high']:+.3f}]")
+    if more is not None:
+        rows.append((f"{more['stages']} stages later", _accuracy(more["accuracy"]), ""))
+    width = max(len(name) for name, _, _ in rows)
+    lines += ["", *(f"{name.ljust(width)}  {value}  {note}".rstrip() for name, value, note in rows), ""]
+    if (pairs := record.get("pairs")) is not None:
+        lines.append(f"{pairs['n']} pairs: {pairs['discordance']:.1%} differ; not worse by what they can show")
+    for name, mark in record["fingerprints"].items():
+        if name != agent:
+            kept = "unchanged" if mark == record["fingerprints_before"][name] else "CHANGED"
+            lines.append(f"weights of {name}: {mark[:12]} {kept}")
+    spent = record["tokens"]
+    told = f"tokens: {spent['played']:,} played, {spent['trained']:,} read in training"
+    if more is not None:
+        told += f"; {more['training_tokens']:,} generated in the stages since"
+    return [*lines, told, f"prompts of this table: {accuracy['prompts']} of the test set; intervals 95 %"]
+
+
+def undone_lines(record: Record) -> list[str]:
+    """A swap that was taken back."""
+    swap = record["undone"]
+    return [
+        f"{swap['agent']}: {swap['model']} leaves its seat, {swap['model_before']} has it again, bit for bit",
+        f"the run stands after stage {record['stages']}; what came after the swap stays in {record['left']}",
+    ]

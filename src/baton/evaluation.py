@@ -297,6 +297,12 @@ class Result:
         return sum(self.per_prompt) / len(self.per_prompt) if self.per_prompt else -math.inf
 
 
+def test_tasks(plan: Plan, count: int) -> list[Task]:
+    """The first so many test prompts (or all there are) in the order in which every report asks them."""
+    order = permutation(key(plan.config.seed, "test"), len(plan.splits.test))
+    return [plan.splits.test[i] for i in order[:count]]
+
+
 class Bench:
     """The same prompts and keys for every measurement of one evaluation."""
 
@@ -309,8 +315,7 @@ class Bench:
         if not plan.splits.test:
             raise ConfigError("the test set is empty; give the env more prompts")
         wanted = budget // k
-        order = permutation(key(plan.config.seed, "test"), len(plan.splits.test))
-        self.tasks = [plan.splits.test[i] for i in order[:wanted]]
+        self.tasks = test_tasks(plan, wanted)
         if episodes is not None and wanted > len(self.tasks):
             reporter.say(f"--episodes {episodes}: the test set has {len(self.tasks)} prompts, each is played {k} times")
         self.plan, self.k, self.reporter = plan, k, reporter

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -36,12 +37,46 @@ from baton.types import (
     verdict_word,
 )
 
+SWAPS = "swaps"
+"""Where a run goes on after its first swap: one directory a swap, each a run directory of its own that begins with the team
+as it was handed over, and `current`, which names the one that counts."""
+BEFORE = "000"
+"""The run before any swap, by the same kind of name."""
+
+
+def is_after_swap(path: Path) -> bool:
+    """The directory is one that a swap made, or the name of the run before any."""
+    return path.parent.name == SWAPS and re.fullmatch(r"\d{3}", path.name) is not None
+
+
+def current(path: Path) -> Path:
+    """The directory that a run is at: the one of its last swap that stands, or itself."""
+    pointer = path / SWAPS / "current"
+    if is_after_swap(path) or not pointer.is_file():
+        return path
+    name = pointer.read_text(encoding="utf-8").strip()
+    if name == BEFORE:
+        return path
+    if not (path / SWAPS / name / "config.toml").is_file():
+        raise RunError(f"{pointer} names '{name}', which is no run directory; restore {path / SWAPS} from a copy")
+    return path / SWAPS / name
+
 
 @dataclass(frozen=True)
 class Run:
     """A run directory as it lies on disk."""
 
     path: Path
+
+    @property
+    def home(self) -> Path:
+        """The directory that people name: of a run after a swap, the one that the run began in."""
+        return self.path.parent.parent if is_after_swap(self.path) else self.path
+
+    @property
+    def swap(self) -> Record | None:
+        """What the swap was that this directory began with; None before any."""
+        return cast("Record | None", self.start.get("swap"))
 
     @property
     def config(self) -> Config:
@@ -122,7 +157,7 @@ def open_run(path: str | Path) -> Run:
     run = Run(Path(path))
     if not (run.path / "config.toml").is_file():
         raise RunError(f"{path} is no run directory: it has no config.toml")
-    return run
+    return Run(current(run.path))
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------
@@ -448,6 +483,7 @@ def resumed_config(run: Run, asked: Config, root: Path) -> tuple[Config, Path]:
         RunError: something else differs (names each key with both values), or stages would shrink below what is done.
     """
     own = run.config
+    asked = _seated(run, own, asked)
     if own.digest != asked.digest:
         changed = records.differences(own.model_dump(mode="json"), asked.model_dump(mode="json"))
         allowed = ("algorithm.stages", "checkpoint.", "eval.", "track.")
@@ -470,3 +506,14 @@ def resumed_config(run: Run, asked: Config, root: Path) -> tuple[Config, Path]:
             "an independent run trains one agent after another and cannot be extended; start one with more stages"
         )
     return asked, Path(lines[0]["root"])
+
+
+def _seated(run: Run, own: Config, asked: Config) -> Config:
+    """What was asked, with the newcomers in their seats: a config that was written before a swap still names the models of
+    then."""
+    if run.path == run.home:
+        return asked
+    first = {agent.name: agent for agent in Run(run.home).config.agents}
+    now = {agent.name: agent for agent in own.agents}
+    agents = tuple(now.get(a.name, a) if a == first.get(a.name) else a for a in asked.agents)
+    return asked.model_copy(update={"agents": agents})

@@ -571,6 +571,18 @@ def read_divergences(path: Path) -> list[LookRows]:
 # ---- one process per run ---------------------------------------------------------------------------------------
 
 
+def is_locked(folder: Path) -> bool:
+    """Another process holds the run directory now."""
+    try:
+        with (folder / ".lock").open("rb") as handle:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+
+
 @contextmanager
 def locked(folder: Path) -> Generator[None]:
     """Hold the run directory: a second process is refused instead of writing beside the first. A directory that this call

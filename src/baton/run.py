@@ -7,44 +7,40 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import version as package_version
 from pathlib import Path
+from typing import Literal
 
-from baton import assemble, protocols, records
+from baton import assemble, records
 from baton.algorithms import sat
-from baton.algorithms.acceptance import Trainee, check_floor
-from baton.algorithms.episodes import draw_prompts
-from baton.algorithms.options import KNOBS, resolve_group
-from baton.algorithms.state import AgentState, Ending, Position, World
-from baton.assemble import Crew, Plan
+from baton.algorithms.options import KNOBS
+from baton.algorithms.state import Ending, Position, World
+from baton.assemble import Plan
 from baton.config import Config
 from baton.config import load as load_config
-from baton.core import batching
-from baton.core.keyed import SAMPLE
-from baton.engines import local
-from baton.engines.engine import Learner
+from baton.core.scores import mean_interval
 from baton.envs.pool import GraderPool, refuse_at_import
-from baton.errors import BatonError, ConfigError, DataError, Interrupted, ModelError, RunError
+from baton.errors import ConfigError, DataError, Interrupted, ModelError, RunError
 from baton.host import Reporter, Silent, Stop, complete, stoppable
 from baton.journal import (
     Run,
     RunJournal,
     check_directory,
+    current,
     open_run,
     owed_stage,
-    put_to_rest,
     resumed_config,
     saved_state,
     settle,
     write_team,
 )
 from baton.records import Record
-from baton.rollout import Play, Seat, Table
+from baton.rollout import Play, Table
+from baton.starting import facts, first_record, trainees_of
+from baton.swap import exchange, live_request, remember_answer, stages_done, tested
 from baton.team import Member, Team
 from baton.trackers import Trackers
 from baton.trackers import check as check_trackers
@@ -54,17 +50,8 @@ from baton.types import (
     Failed,
     Outcome,
     Task,
-    TokenBatch,
-    Trajectory,
-    Turn,
-    Weights,
 )
 from baton.warm_start import WarmStartRecord
-
-START_PROMPTS = 64
-"""Train prompts on which the start accuracy is measured (ALGORITHMS 2.2)."""
-START_EPISODES = "episodes/start.parquet"
-
 
 # ---- training --------------------------------------------------------------------------------------------------
 
@@ -99,28 +86,45 @@ def train(
     target = Run(Path(run) if run is not None else Path("runs") / name)
     check_directory(target, parsed, resume=resume)
     with records.locked(target.path):
+        here = Run(current(target.path))
         if resume:
-            parsed, root = resumed_config(target, parsed, root)
+            parsed, root = resumed_config(here, parsed, root)
         else:
             check_directory(target, parsed, resume=False)
         with stoppable(reporter) as stop:
             try:
-                ending = complete(_train(parsed, root, target, reporter, stop))
+                ending = complete(_train(parsed, root, here, reporter, stop))
             except (Interrupted, KeyboardInterrupt) as stopped:
+                here = Run(current(target.path))
                 # The line counts only for runs that started: before that there is nothing to take up.
-                if target.records("start"):
-                    records.append_record(target.path / "stages.jsonl", {"kind": "end", "ending": "interrupted"})
+                if here.records("start"):
+                    records.append_record(here.path / "stages.jsonl", {"kind": "end", "ending": "interrupted"})
                 raise Interrupted("stopped by the user") from stopped
             except (ConfigError, ModelError, DataError):
                 # Refused before anything began: the directory is free for the mended config.
                 if not (target.path / "stages.jsonl").exists():
                     (target.path / "config.toml").unlink(missing_ok=True)
                 raise
-        records.append_record(target.path / "stages.jsonl", {"kind": "end", "ending": ending})
-    return target
+        here = Run(current(target.path))
+        records.append_record(here.path / "stages.jsonl", {"kind": "end", "ending": ending})
+    return here
 
 
 async def _train(config: Config, root: Path, run: Run, reporter: Reporter, stop: Stop) -> Ending:
+    """Train to the end, with the swaps that are asked of a running job between two stages."""
+    while True:
+        ending = await _train_until(config, root, run, reporter, stop)
+        asked = live_request(run.home)
+        if ending != "asked" or asked is None:
+            return "finished" if ending == "asked" else ending
+        answer = await exchange(run, asked.agent, asked.model, asked.options, reporter=reporter, stop=stop)
+        remember_answer(run.home, answer)
+        if answer["accepted"]:
+            run = Run(current(run.home))
+            config, root = resumed_config(run, config, root)
+
+
+async def _train_until(config: Config, root: Path, run: Run, reporter: Reporter, stop: Stop) -> Ending | Literal["asked"]:
     usable = os.cpu_count() or 1
     if config.engine.threads != "auto" and config.engine.threads > usable:
         raise ConfigError(f"engine.threads = {config.engine.threads}: this machine has {usable} cores; lower it, or 'auto'")
@@ -137,7 +141,9 @@ async def _train(config: Config, root: Path, run: Run, reporter: Reporter, stop:
             pool.close()
 
 
-async def _train_with(pool: GraderPool | None, threads: int, plan: Plan, run: Run, reporter: Reporter, stop: Stop) -> Ending:
+async def _train_with(
+    pool: GraderPool | None, threads: int, plan: Plan, run: Run, reporter: Reporter, stop: Stop
+) -> Ending | Literal["asked"]:
     config = plan.config
     records.write_text(run.path / "config.toml", config.to_toml())
     journal_file = run.path / "stages.jsonl"
@@ -180,9 +186,9 @@ async def _train_with(pool: GraderPool | None, threads: int, plan: Plan, run: Ru
             if line["kind"] == "begin":
                 next_versions[line["agent"]] = int(line["version"]) + 1
         journal = RunJournal(run, plan, crew, reporter, trackers, stop, next_versions)
-        trainees = _trainees(plan, crew)
+        trainees = trainees_of(plan, crew)
         if started is None:
-            started = await _first_record(run, plan, crew, table, trainees, team, warm, threads, stop)
+            started = await first_record(run, plan, crew, table, trainees, team, warm, threads, stop)
             records.append_record(journal_file, started)
         elif lines[-1] is not started:
             records.append_record(journal_file, {"kind": "resume", **facts(config, threads), "time": time.time()})
@@ -219,6 +225,8 @@ async def _train_with(pool: GraderPool | None, threads: int, plan: Plan, run: Ru
                 await sat.close_stage(world, position, *owed)
             async for reached, _ in sat.train(world, position):
                 position = reached
+                if not position.entries and live_request(run.home) is not None:
+                    return "asked"
         finally:
             journal.close()
         ending = sat.ending(world, position) or "finished"
@@ -226,25 +234,6 @@ async def _train_with(pool: GraderPool | None, threads: int, plan: Plan, run: Ru
         return ending
     finally:
         trackers.finish()
-
-
-def _write_start(run: Run, crew: Crew, agent: AgentId, weights: Weights) -> Record:
-    """Version 0 of an agent on disk, and the files that it is."""
-    learner, folder = crew.learners[agent], run.path / records.version_folder(agent, 0)
-    records.write_folder(folder, lambda partial: crew.save(agent, partial, weights))
-    training: str | None = None
-    if not crew.serves_masters(agent):
-        path = run.path / "state" / agent / "training-start.safetensors"
-        records.save_training(path, learner.snapshot(), with_masters=True)
-        training = str(path.relative_to(run.path))
-    return {"weights": str(folder.relative_to(run.path)), "training": training, "steps": 0}
-
-
-def _copy_start(run: Run, crew: Crew, agent: AgentId) -> Record:
-    """What a frozen agent is, on disk like everybody's version 0, and its files."""
-    folder = run.path / records.version_folder(agent, 0)
-    records.write_folder(folder, lambda partial: crew.copy_start(agent, partial))
-    return {"weights": str(folder.relative_to(run.path)), "training": None, "steps": 0}
 
 
 def _starts(
@@ -271,160 +260,6 @@ def _starts(
                 f"{record.accuracy[0][1]:.2f} -> {accuracy:.2f}"
             )
     return folders, warm
-
-
-def _trainees(plan: Plan, crew: Crew) -> dict[AgentId, Trainee]:
-    out: dict[AgentId, Trainee] = {}
-    for agent in plan.config.agents:
-        if not agent.trainable:
-            continue
-        radius = plan.config.radius(agent)
-        out[agent.name] = Trainee(
-            agent=agent.name,
-            learner=crew.learners[agent.name],
-            lr=plan.lr(agent),
-            radius_token=radius.token,
-            radius_message_mean=radius.message_mean,
-            is_exact=crew.is_exact,
-        )
-    return out
-
-
-async def _first_record(
-    run: Run,
-    plan: Plan,
-    crew: Crew,
-    table: Table,
-    trainees: Mapping[AgentId, Trainee],
-    team: Team,
-    warm: Mapping[AgentId, tuple[WarmStartRecord, bool]],
-    threads: int,
-    stop: Stop,
-) -> Record:
-    """Version 0 of everybody, the start accuracy, the noise floors: all that a run decides once."""
-    config = plan.config
-
-    def tick() -> None:
-        stop.check()
-
-    # The sampler was made of the very folders that version 0 is written from.
-    plays = start_plays(plan)
-    episodes = await table.play(plays, address=start_address(plan), versions=team.versions, tick=tick)
-    rows = records.episode_rows(episodes, use="start", prompts={p.task.id: p.task.prompt for p in plays})
-    records.write_episodes(run.path / START_EPISODES, rows)
-    scored = [e.reward for e in episodes if e.is_scored]
-    if not scored:
-        reasons = {e.outcome.reason for e in episodes if not e.is_scored and hasattr(e.outcome, "reason")}
-        raise BatonError(f"all {len(episodes)} episodes of the start failed: {sorted(reasons)[0]}")
-    accuracy = sum(scored) / len(scored)
-    floors: dict[AgentId, dict[str, float]] = {}
-    files: dict[AgentId, Record] = {}
-    fingerprints: dict[AgentId, str] = {}
-    for index, seat in enumerate(plan.seats):
-        name = seat.agent
-        if name in trainees:
-            rows = await _own_words(plan, table, index, episodes, [p.task for p in plays])
-            floors[name] = _floor(seat, trainees[name], crew, rows)
-            weights = crew.learners[name].weights()
-            files[name] = _write_start(run, crew, name, weights)
-            await crew.sampler.publish(name, "promoted", weights, team.member(name).version)
-            put_to_rest(run, crew, {name: files[name]})
-        elif name in plan.local:
-            files[name] = _copy_start(run, crew, name)
-            weights = crew.load(run.path / files[name]["weights"])
-        else:
-            continue
-        fingerprints[name] = weights.fingerprint
-    position = Position(
-        team=team,
-        agents={name: AgentState(beta=config.algorithm.penalty.start, lr=trainee.lr) for name, trainee in trainees.items()},
-    )
-    low, high = plan.env.reward_range
-    return {
-        "kind": "start",
-        "time": time.time(),
-        "digest": config.digest,
-        "root": str(plan.root),
-        **facts(config, threads),
-        "splits": records.plain(plan.splits.record),
-        "parameters": dict(plan.parameters),
-        "warm_start": {n: {**records.plain(r), "cached": cached} for n, (r, cached) in warm.items()},
-        "noise_floor": floors,
-        "start_accuracy": accuracy,
-        "start_prompts": len(scored),
-        "start_failed": len(episodes) - len(scored),
-        "group": resolve_group(config.algorithm, (accuracy - low) / (high - low)),
-        "facts": dict(plan.env.facts(len(plan.seats))),
-        "is_repeatable": all(seat.speaker is None for seat in plan.seats),
-        "episodes_file": START_EPISODES,
-        "fingerprints": fingerprints,
-        "files": files,
-        "position": records.position_record(position),
-    }
-
-
-def start_plays(plan: Plan) -> list[Play]:
-    """The episodes of the start accuracy: one on each of a keyed draw of train prompts."""
-    train = plan.splits.train
-    tasks, _ = draw_prompts(train, 0, min(START_PROMPTS, len(train)), at=(plan.config.seed, "start prompts"))
-    return [Play(task=task) for task in tasks]
-
-
-def start_address(plan: Plan) -> tuple[str | int, ...]:
-    """Where the draws of the start accuracy begin their keys."""
-    return (plan.config.seed, 0, "start", SAMPLE)
-
-
-def noise_floor(learner: Learner, batch: TokenBatch) -> tuple[float, float]:
-    """(q99 over states, mean over messages) of the divergence of these weights from themselves, nats; tables have none."""
-    return local.noise_floor(learner, batch) if isinstance(learner, local.LocalLearner) else (0.0, 0.0)
-
-
-async def _own_words(
-    plan: Plan, table: Table, index: int, episodes: Sequence[Episode], tasks: Sequence[Task]
-) -> list[Trajectory]:
-    """What the agent in this seat said in the episodes of the start; where nobody called it, it speaks first on the same
-    tasks: the noise floor is rounding, which any words of its own show."""
-    seat = plan.seats[index]
-    rows = [t for e in episodes for t in batching.trajectories(e, seat.agent)]
-    if rows:
-        return rows
-
-    def alone(task: Task, turns: Sequence[Turn], names: Sequence[AgentId]) -> int:
-        return index
-
-    agents = [s.agent for s in plan.seats]
-    protocol = protocols.build(protocols.RouterOptions(max_turns=1), agents, rule=alone)
-    asked = await replace(table, protocol=protocol).play(
-        [Play(task=t) for t in tasks],
-        address=(plan.config.seed, 0, seat.agent, "floor"),
-        versions=episodes[0].versions,
-        until=seat.agent,
-    )
-    rows = [t for e in asked for t in batching.trajectories(e, seat.agent)]
-    if not rows:
-        raise BatonError(f"'{seat.agent}' sampled no token on {len(tasks)} tasks of the start")
-    return rows
-
-
-def _floor(seat: Seat, trainee: Trainee, crew: Crew, rows: Sequence[Trajectory]) -> dict[str, float]:
-    """An agent's noise floor on its own words; a radius below it is refused (ALGORITHMS 2.4)."""
-    batch = batching.token_batch(rows, temperature=seat.temperature)
-    q99, mean = noise_floor(crew.learners[seat.agent].awake, batch)
-    check_floor(trainee, (q99, mean))
-    return {"token": q99, "message_mean": mean}
-
-
-def facts(config: Config, threads: int) -> Record:
-    """What bitwise equality of a resumed run rests on."""
-    packages = ["baton-rl", "torch", "transformers", "numpy", *(["peft"] if any(a.lora for a in config.agents) else [])]
-    return {
-        "versions": {name: package_version(name) for name in packages},
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "devices": sorted({str(device) for device in assemble.devices_of(config).values()}),
-        "threads": threads,
-    }
 
 
 def _compare_facts(started: Record, now: Record, reporter: Reporter) -> None:
@@ -530,6 +365,22 @@ UNGRADED = "ungraded: a plain question has no answer to compare with"
 
 def _ungraded(answers: Sequence[tuple[Task, str]]) -> list[Outcome]:
     return [Failed(reason=UNGRADED) for _ in answers]
+
+
+def since_swap(path: str | Path, record: Record) -> Record:
+    """The team as it is now on the prompts of a swap's report, and what training it since then took."""
+    run, team = open_run(path), load_team(path)
+    try:
+        rewards = complete(tested(team.plan, team.table, team.team.versions))
+    finally:
+        team.close()
+    found: Record = {
+        "stages": stages_done(run) - int(record["stages"]),
+        "accuracy": mean_interval(rewards),
+        "training_tokens": sum(sum(u["episodes"]["tokens"].values()) for u in run.updates),
+        "fingerprints": {name: run.fingerprint(name) for name in run.files},
+    }
+    return records.plain(found)
 
 
 def load_team(path: str | Path) -> LoadedTeam:

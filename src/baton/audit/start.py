@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from baton import records
-from baton import run as runs
+from baton import records, starting
 from baton.algorithms.options import resolve_group
 from baton.algorithms.state import AgentState, Position
 from baton.audit.episodes import EpisodeFiles, Part, Playing
@@ -24,7 +23,7 @@ def check_facts(subject: Subject) -> None:
     here.compare("files", "splits", start.get("splits"), plan.splits.record)
     here.compare("files", "parameters", start.get("parameters"), dict(plan.parameters))
     here.compare("counts", "facts", start.get("facts"), dict(plan.env.facts(len(subject.agents))))
-    machine = runs.facts(subject.config, subject.threads)
+    machine = starting.facts(subject.config, subject.threads)
     for at, then, now in records.differences({name: start.get(name) for name in machine}, machine, relative=RELATIVE):
         reason = f"another {at} than the run's ({then} then, {now} now): numbers need not be equal bit for bit"
         found.skip("log-probs", reason)
@@ -56,8 +55,8 @@ def check_start(subject: Subject, files: EpisodeFiles, waiting: Waiting) -> None
         rows = files.read("counts", file)
         if rows is None:
             return
-        playing = Playing(table=world.table, address=runs.start_address(plan), versions={n: 0 for n in subject.agents})
-        episodes = files.check(Part(file, rows), playing, runs.start_plays(plan), "start")
+        playing = Playing(table=world.table, address=starting.start_address(plan), versions={n: 0 for n in subject.agents})
+        episodes = files.check(Part(file, rows), playing, starting.start_plays(plan), "start")
         scored = [e.reward for e in episodes if e.is_scored]
         accuracy = sum(scored) / len(scored)
         low, high = plan.env.reward_range

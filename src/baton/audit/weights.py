@@ -12,8 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from baton import assemble, records
-from baton import run as runs
+from baton import assemble, records, starting
 from baton.algorithms.acceptance import ProbeStates, ReplaySums, Trainee, check_replay, look
 from baton.algorithms.episodes import agent_batch, episode_advantages
 from baton.algorithms.state import Position
@@ -147,7 +146,7 @@ class Weights:
         if not rows:
             found.skip("counts", NOT_CALLED, 1, agent)
             return
-        floor = runs.noise_floor(learner, self.subject.batch(rows, agent))
+        floor = starting.noise_floor(learner, self.subject.batch(rows, agent))
         floors[agent] = floor[0]
         found.ok("counts")
         for name, said, computed in zip(

@@ -9,11 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, cast
 from weakref import WeakValueDictionary
 
@@ -93,6 +94,11 @@ class ChatCodec:
         """Every id that ends a message: the tokenizer's, the generation config's, and the one with which the template closes
         an assistant's message."""
         return self._end_ids
+
+    @cached_property
+    def tokens(self) -> Mapping[str, int]:
+        """Every token's text and id, control tokens included."""
+        return MappingProxyType(self._tokenizer.get_vocab(with_added_tokens=True))
 
     @property
     def context_length(self) -> int:

@@ -15,7 +15,7 @@ from baton.plan.members import Member
 from baton.plan.rehearsal import Rehearsal
 from baton.plan.schedule import ordering_episodes, pair_episodes, updates
 from baton.records import Record
-from baton.run import START_PROMPTS
+from baton.starting import START_PROMPTS
 from baton.types import AgentId, Episode
 
 BLOCK = 4096

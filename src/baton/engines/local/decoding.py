@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from baton.core import keyed
 from baton.core.coupling import coupled, inverse_cdf
-from baton.engines.local.net import Net
+from baton.engines.local.net import Mixture, Net
 from baton.errors import MissingError
 from baton.types import TokenIds
 
@@ -133,6 +133,27 @@ class _Lines:
         return kept
 
 
+class _MixedLines:
+    """The same of two networks that serve one seat: both read every token."""
+
+    def __init__(self, mixture: Mixture, prompts: Sequence[TokenIds], *, steps: int, temperature: float) -> None:
+        self._mixture = mixture
+        self._newcomer = _Lines(mixture.newcomer, prompts, steps=steps, temperature=temperature)
+        self._incumbent = _Lines(mixture.incumbent, prompts, steps=steps, temperature=temperature)
+        self.law: Tensor = mixture.law(self._newcomer.law, self._incumbent.law)
+
+    def advance(self, token_L: Int[Tensor, " L"], alive: Sequence[int]) -> Int[Tensor, " K"]:
+        kept = self._newcomer.advance(token_L, alive)
+        self._incumbent.advance(token_L, alive)
+        self.law = self._mixture.law(self._newcomer.law, self._incumbent.law)
+        return kept
+
+
+def _lines(net: Net | Mixture, prompts: Sequence[TokenIds], *, steps: int, temperature: float) -> _Lines | _MixedLines:
+    kind = _MixedLines if isinstance(net, Mixture) else _Lines
+    return kind(cast(Any, net), prompts, steps=steps, temperature=temperature)
+
+
 class _Said:
     """What the rows of a batch have said so far, and which line of the batch works for which row."""
 
@@ -166,7 +187,7 @@ class _Said:
 
 
 def decode(
-    net: Net, rows: Sequence[Row], *, temperature: float, end_ids: Collection[int]
+    net: Net | Mixture, rows: Sequence[Row], *, temperature: float, end_ids: Collection[int]
 ) -> list[tuple[TokenIds, tuple[float, ...]]]:
     """(ids, log-probabilities) of each row: one padded batch, equal prompts run once, rows leave as they end.
 
@@ -180,7 +201,7 @@ def decode(
         if len(keys) != len(rows):
             raise MissingError("rows of a decode batch are either all drawn, each with a key, or all forced")
         uniforms = torch.from_numpy(keyed.uniforms(keys, steps)).to(device)  # [B, steps]
-    lines = _Lines(net, [row.prompt for row in rows], steps=steps, temperature=temperature)
+    lines = _lines(net, [row.prompt for row in rows], steps=steps, temperature=temperature)
     # Forced tokens end nothing before all of them are read.
     said = _Said([row.limit for row in rows], end_ids if uniforms is not None else (), device)
     for step in range(steps):
@@ -197,7 +218,7 @@ def decode(
 
 
 def decode_coupled(
-    net: Net, other: Net, rows: Sequence[CoupledRow], *, temperature: float, end_ids: Collection[int]
+    net: Net | Mixture, other: Net | Mixture, rows: Sequence[CoupledRow], *, temperature: float, end_ids: Collection[int]
 ) -> list[tuple[TokenIds, tuple[float, ...]]]:
     """(ids, log-probabilities) of each row under `net`, beside what `other` said: both networks read the same tokens side by
     side until a row parts, and from there its tokens are the inverse CDF at the uniforms that `other` drew with.
@@ -211,8 +232,8 @@ def decode_coupled(
         for keys in ([row.key for row in rows], [keyed.beside(row.key) for row in rows])
     )
     prompts = [row.prompt for row in rows]
-    own = _Lines(net, prompts, steps=steps, temperature=temperature)
-    beside = _Lines(other, prompts, steps=steps, temperature=temperature)
+    own = _lines(net, prompts, steps=steps, temperature=temperature)
+    beside = _lines(other, prompts, steps=steps, temperature=temperature)
     said = _Said([row.limit for row in rows], end_ids, device)
     is_together = [True] * len(rows)
     for step in range(steps):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from baton.core import divergence
-from baton.engines import adapters, models
+from baton.engines import adapters, mixture, models
 from baton.engines.adapters import Adapter, Shared
 from baton.errors import ModelError
 
@@ -111,6 +112,37 @@ class Net:
                 f"{self.folder}: head(hidden states) is {gap:.3g} away from the model's own logits (bound {bound:.3g}); "
                 "this architecture scales its logits in a way that the local engine does not know"
             )
+
+
+class Mixture:
+    """Two networks of one tokenizer that serve one seat: the newcomer's law, moved into the ball around the incumbent's in
+    each state (ALGORITHMS 2.8). Nothing of it is trained."""
+
+    adapter = None
+
+    def __init__(self, folder: Path, *, dtype: torch.dtype, device: torch.device) -> None:
+        self.newcomer = Net(folder, dtype=dtype, device=device)
+        self.incumbent = Net(folder / mixture.INCUMBENT, dtype=dtype, device=device)
+        self.radius = mixture.radius_of(folder)
+        self.folder, self.device = folder, device
+        for net in (self.newcomer, self.incumbent):
+            net.model.requires_grad_(False)
+
+    def law(self, newcomer_SV: Float[Tensor, "S V"], incumbent_SW: Float[Tensor, "S W"]) -> Float[Tensor, "S V"]:
+        """What is served where these are the two models' own laws."""
+        more = newcomer_SV.shape[1] - incumbent_SW.shape[1]
+        current = functional.pad(incumbent_SW, (0, more), value=-math.inf)
+        return divergence.project(newcomer_SV, current, radius=self.radius)[0]
+
+    def held(self) -> dict[str, Tensor]:
+        """See `Net.held`: the tensors of both."""
+        return self.newcomer.held() | {f"{mixture.INCUMBENT}.{k}": v for k, v in self.incumbent.held().items()}
+
+    def twin(self) -> Mixture:
+        """The same with tensors of its own."""
+        other = copy.copy(self)
+        other.newcomer, other.incumbent = self.newcomer.twin(), self.incumbent.twin()
+        return other
 
 
 class Bases:

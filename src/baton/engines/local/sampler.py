@@ -11,11 +11,11 @@ from typing import Literal
 
 import torch
 
-from baton.engines import adapters, models
+from baton.engines import adapters, mixture, models
 from baton.engines.chat import ChatCodec, codec_of
 from baton.engines.engine import Completion, CoupledRequest, Request, ScoreRequest, completed
 from baton.engines.local.decoding import CoupledRow, Row, decode, decode_batches, decode_coupled
-from baton.engines.local.net import Bases, Net
+from baton.engines.local.net import Bases, Mixture, Net
 from baton.errors import DataError, MissingError, ModelError, PublishError, UnsupportedError
 from baton.types import AgentId, PublishProof, Slot, Weights
 
@@ -29,7 +29,7 @@ Groups = dict[tuple[AgentId, Slot, float], list[int]]
 class _Held:
     """Weights in a slot: the network, the version that it was published as, and how many submits sample from it now."""
 
-    net: Net
+    net: Net | Mixture
     version: int
     users: int = 0
 
@@ -71,8 +71,11 @@ class LocalSampler:
         bases = bases or Bases()
         for agent, folder in specs.items():
             device = torch.device("cpu") if devices is None else devices[agent]
+            net: Net | Mixture
             if adapters.is_adapter(folder):
                 net = bases.adapted(folder, dtype=dtype, device=device, is_trained=False)
+            elif mixture.is_mixture(folder):
+                net = Mixture(folder, dtype=dtype, device=device)
             else:
                 net = Net(folder, dtype=dtype, device=device)
                 net.model.requires_grad_(False)
