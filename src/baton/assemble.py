@@ -107,6 +107,15 @@ class LocalCrew:
         self.learners = {
             name: Resting(
                 partial(
+                    local.MixedLearner,
+                    name,
+                    folders[name],
+                    dtype=self.serve_dtype,
+                    device=devices[name],
+                    micro_tokens=config.engine.micro_tokens,
+                )
+                if mixture.is_mixture(folders[name])
+                else partial(
                     local.LocalLearner,
                     name,
                     folders[name],

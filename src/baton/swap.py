@@ -209,6 +209,24 @@ def _check(run: Run, agent: AgentId, model: str, options: SwapOptions) -> Config
     return config.model_copy(update={"agents": agents})
 
 
+def handed_over(run: Run, config: Config, agent: AgentId, model: str, lrs: Mapping[AgentId, float]) -> Position:
+    """Where a run stands that begins with a swap of `run`: as it stood, with a newcomer that has learnt nothing yet and
+    versions that count from 0. `lrs` has the rate of every agent that is trained from here on."""
+    was = run.position
+    members = tuple(
+        Member(agent=agent, model=model, incarnation=m.incarnation + 1) if m.agent == agent else replace(m, version=0)
+        for m in was.team.members
+    )
+    agents: dict[AgentId, AgentState] = {}
+    for name, lr in lrs.items():
+        state = was.agents.get(name)
+        if state is None or name == agent:
+            cursor = 0 if state is None else state.cursor
+            state = AgentState(beta=config.algorithm.penalty.start, lr=lr, cursor=cursor)
+        agents[name] = state
+    return Position(team=Team(members=members), agents=agents, done=stages_done(run) * len(lrs))
+
+
 def same_tokens(one: Codec, other: Codec) -> bool:
     """Both models spell with the same ids: every token, control tokens included, and the ids that end a message."""
     if isinstance(one, ChatCodec) and isinstance(other, ChatCodec):
@@ -479,7 +497,8 @@ class _Work:
                 if not student:
                     seated = {**folders, self.agent: start}
                     crew = assemble.crew(self.newer.config, seated, learners=[])
-                    student.append(await self._side(self.newer, crew, seated, {n: 0 for n in seated}))
+                    others = {name: folder for name, folder in folders.items() if name != self.agent}
+                    student.append(await self._side(self.newer, crew, others, {n: 0 for n in seated}))
                 weights = alone.learners[self.agent].weights()
                 await student[0].crew.sampler.publish(self.agent, "promoted", weights, 0)
                 visited = await self._played(student[0], rest, f"visited {number + 1}", until=self.agent)
@@ -546,6 +565,7 @@ class _Work:
             lr=lr,
             at=(*self.at, "imitation"),
             tick=tick,
+            are_samples=True,
         )
         self.tokens["trained"] = record.tokens
         return record
@@ -594,30 +614,9 @@ class _Work:
             told = Evidence(episodes=(), probe=ready.probe, states=ready.distilled.states, looks=ready.distilled.looks)
             records.write_divergences(self.folder / DIVERGENCES, told)
         trainees = trainees_of(self.newer, new.crew)
-        was = self.run.position
-        team = Team(
-            members=tuple(
-                Member(agent=self.agent, model=self.model, incarnation=m.incarnation + 1)
-                if m.agent == self.agent
-                else replace(m, version=0)
-                for m in was.team.members
-            )
-        )
-        fresh = {
-            name: AgentState(
-                beta=config.algorithm.penalty.start,
-                lr=trainee.lr,
-                cursor=was.agents[name].cursor if name in was.agents else 0,
-            )
-            for name, trainee in trainees.items()
-        }
-        position = Position(
-            team=team,
-            agents={name: was.agents[name] if name in was.agents and name != self.agent else s for name, s in fresh.items()},
-            done=stages_done(self.run) * len(trainees),
-        )
+        position = handed_over(self.run, config, self.agent, self.model, {n: t.lr for n, t in trainees.items()})
         start = await first_record(
-            here, self.newer, new.crew, new.table, trainees, team, {}, self.threads, self.stop,
+            here, self.newer, new.crew, new.table, trainees, position.team, {}, self.threads, self.stop,
             Inherited(position=position, group=int(self.run.start["group"]), swap=records.plain(record)),
         )  # fmt: skip
         changed = [

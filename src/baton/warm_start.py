@@ -141,15 +141,17 @@ def warm_start(
     lr: float,
     at: tuple[str | int, ...],
     tick: Callable[[int, float], None],
+    are_samples: bool = False,
 ) -> WarmStartRecord:
     """Maximum likelihood on the demonstrations until the target or the budget is reached.
 
-    `tick(step, accuracy)` is called after every step with the last measured accuracy.
+    `tick(step, accuracy)` is called after every step with the last measured accuracy. Equal demonstrations count once,
+    unless they `are_samples` of a law that is to be learnt: then how often one comes is what it says.
 
     Raises:
         DataError: too few demonstrations for one batch beside the held-out ones.
     """
-    distinct = list({d.prompt_ids + d.reply_ids: d for d in dialogues}.values())
+    distinct = list(dialogues) if are_samples else list({d.prompt_ids + d.reply_ids: d for d in dialogues}.values())
     if len(distinct) < options.held_out + options.batch:
         raise DataError(
             f"warm start of '{agent}': {len(distinct)} distinct demonstrations, {options.held_out} held out + one batch of "

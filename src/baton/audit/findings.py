@@ -26,6 +26,7 @@ CHECKS: Mapping[str, str] = {
     "weights": "kept versions: fingerprints of their tensors",
     "log-probs": "sampled tokens, scored again by the version that sampled them",
     "divergences": "promoted updates: both KLs from the weights of both versions",
+    "swap": "the start of a run that begins with a swap: what was handed over, and the newcomer's looks",
     "evaluations": "rows: value, interval and difference from the stored episodes",
 }
 """What is checked, in the order of the report, and what is counted there."""

@@ -42,7 +42,7 @@ class Journal:
         total = sat.total_updates(subject.options, len(subject.trained))
         before: Position | None = records.read_position(subject.start["position"])
         self.positions, self.team_files = [before], subject.start["files"]
-        index = 0
+        index = before.done
         owed: Record | None = None
         """The update whose stage line comes next."""
         for number, line in enumerate(subject.lines[1:], start=2):

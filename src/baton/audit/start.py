@@ -8,7 +8,9 @@ from baton.algorithms.state import AgentState, Position
 from baton.audit.episodes import EpisodeFiles, Part, Playing
 from baton.audit.findings import RELATIVE, STAGES
 from baton.audit.subject import Subject
+from baton.audit.swapped import check_swap
 from baton.audit.waiting import Waiting
+from baton.records import Record
 from baton.team import Member, Team
 
 LINE = "line 1"
@@ -41,12 +43,15 @@ def check_start(subject: Subject, files: EpisodeFiles, waiting: Waiting) -> None
             found.skip("weights", "the start line holds no fingerprint of version 0", 1, f"{name}@0")
         else:
             waiting.at(name, 0).fingerprint = (str(fingerprints.get(name)), str(here))
-    members = tuple(Member(agent=a.name, model=a.model) for a in subject.config.agents)
-    beta = subject.options.penalty.start
-    states = {n: AgentState(beta=beta, lr=t.lr) for n, t in world.trainees.items()}
-    expected = records.position_record(Position(team=Team(members=members), agents=states))
     found.ok("sequence")
-    here.compare("sequence", "position", start["position"], expected)
+    if (swap := start.get("swap")) is not None:
+        check_swap(subject, swap)
+    else:
+        members = tuple(Member(agent=a.name, model=a.model) for a in subject.config.agents)
+        beta = subject.options.penalty.start
+        states = {n: AgentState(beta=beta, lr=t.lr) for n, t in world.trainees.items()}
+        expected = records.position_record(Position(team=Team(members=members), agents=states))
+        here.compare("sequence", "position", start["position"], expected)
     file = start.get("episodes_file")
     if file is None:
         found.skip("counts", "the start line names no episodes: the start accuracy is taken as it is")
@@ -61,12 +66,13 @@ def check_start(subject: Subject, files: EpisodeFiles, waiting: Waiting) -> None
         accuracy = sum(scored) / len(scored)
         low, high = plan.env.reward_range
         found.ok("counts")
-        computed = {
+        computed: Record = {
             "start_accuracy": accuracy,
             "start_prompts": len(scored),
             "is_repeatable": all(seat.speaker is None for seat in plan.seats),
-            "group": resolve_group(subject.options, (accuracy - low) / (high - low)),
         }
+        if swap is None:
+            computed["group"] = resolve_group(subject.options, (accuracy - low) / (high - low))
         here.compare("counts", "", {name: start.get(name) for name in computed}, computed)
         for seat in plan.seats:
             waiting.score(seat, 0, file, ["start"], episodes)

@@ -6,6 +6,7 @@ Both call the same few functions of `net` for hidden states, logits and laws, so
 from baton.engines.local.device import Compute, auto_compute, auto_dtype, device_of
 from baton.engines.local.laws import CHUNK, LocalAnchor
 from baton.engines.local.learner import LocalLearner, noise_floor, share_changed
+from baton.engines.local.mixed import MixedLearner
 from baton.engines.local.net import Bases
 from baton.engines.local.sampler import LocalSampler
 
@@ -16,6 +17,7 @@ __all__ = [
     "LocalAnchor",
     "LocalLearner",
     "LocalSampler",
+    "MixedLearner",
     "auto_compute",
     "auto_dtype",
     "device_of",

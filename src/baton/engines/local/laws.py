@@ -89,7 +89,7 @@ def project(pre: LocalAnchor, current: LocalAnchor, *, forbidden: Bool[Tensor, "
     states = int(pre.mask.sum())
     found = [
         divergence.project(pre.law(at, forbidden=forbidden), current.law(at, forbidden=forbidden), radius=radius)[1]
-        for at in _chunks(states, forbidden.numel())
+        for at in chunks(states, forbidden.numel())
     ]
     return Projected(
         logprobs=pre.logprobs,
@@ -136,7 +136,7 @@ def logprobs(net: Net, batch: TokenBatch, hidden: Float[Tensor, "N D"]) -> Float
     ids = batch.ids[batch.mask].to(net.device)
     found = [
         net.law(hidden[at], temperature=batch.temperature).gather(1, ids[at][:, None])[:, 0]
-        for at in _chunks(len(ids), net.forbidden.numel())
+        for at in chunks(len(ids), net.forbidden.numel())
     ]
     return torch.zeros(batch.mask.shape).masked_scatter(batch.mask, torch.cat(found).cpu())
 
@@ -145,7 +145,7 @@ def compared(net: Net, batch: TokenBatch, hidden: Float[Tensor, "N D"], old: Loc
     """Exact KL of the network (new) against the anchor (old) at each action state, both directions, in nats."""
     new_old: list[Tensor] = []
     old_new: list[Tensor] = []
-    for at in _chunks(batch.n_act, net.forbidden.numel()):
+    for at in chunks(batch.n_act, net.forbidden.numel()):
         log_new = net.law(hidden[at], temperature=batch.temperature)
         one, other = divergence.exact(log_new, old.law(at, forbidden=net.forbidden))
         new_old.append(one.cpu())
@@ -154,7 +154,7 @@ def compared(net: Net, batch: TokenBatch, hidden: Float[Tensor, "N D"], old: Loc
     return TokenDivergence(kl_new_old=torch.cat(new_old), kl_old_new=torch.cat(old_new), row=row, position=position)
 
 
-def _chunks(states: int, vocabulary: int) -> Iterator[slice]:
+def chunks(states: int, vocabulary: int) -> Iterator[slice]:
     size = max(1, CHUNK // vocabulary)
     for start in range(0, states, size):
         yield slice(start, min(states, start + size))
