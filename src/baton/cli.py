@@ -43,7 +43,7 @@ from baton.audit import verify
 from baton.errors import BatonError, ConfigError, DataError, Interrupted, ModelError, RunError, is_text
 from baton.evaluation import evaluate, evaluate_model
 from baton.host import deaf
-from baton.journal import Run, current, open_run
+from baton.journal import SWAPS, Run, current, open_run
 from baton.records import Record
 from baton.ui import certificates
 from baton.ui import report as pages
@@ -497,6 +497,9 @@ def _inspect(arguments: argparse.Namespace) -> int:
     config = opened.config
     plan, ending = config.algorithm, opened.ending or "running, or killed"
     print(f"{opened.path}: {plan.name}, {len(updates)} agent updates of {plan.stages} stages, {ending}")
+    if opened.swap is not None:
+        _print([f"began with a swap (the run before: {opened.home / SWAPS / str(opened.swap['before'])})", ""])
+        _print([*show.swap_lines(opened.swap, None), ""])
     if arguments.stage is None:
         _print(["start", *show.start_lines(start)])
         if updates:

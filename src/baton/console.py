@@ -780,7 +780,10 @@ def swap_lines(record: Record, more: Record | None) -> list[str]:
         lines.append("no gate: nothing says how far it speaks from the one before")
     rows = [("before", _accuracy(accuracy["before"]), ""), ("right after", _accuracy(accuracy["after"]), "")]
     difference = accuracy["difference"]
-    rows[1] = (*rows[1][:2], f"{difference['value']:+.3f} [{difference['low']:+.3f}, {difference['high']:+.3f}]")
+    change, low, high = (
+        f"{'-' if difference[n] < 0 else '+'}{decimal(abs(difference[n]))}" for n in ("value", "low", "high")
+    )
+    rows[1] = (*rows[1][:2], f"{change} [{low}, {high}]")
     if more is not None:
         rows.append((f"{more['stages']} stages later", _accuracy(more["accuracy"]), ""))
     width = max(len(name) for name, _, _ in rows)

@@ -280,8 +280,18 @@ def _head(view: View) -> str:
     tiled = "".join(f"<div><b>{value}</b><span>{label}</span></div>" for value, label in tiles)
     return (
         f'<p class="brand">baton · run report</p><h1 dir="auto">{text(view.name)}</h1>'
-        f'<p class="lead">{_sentence(view, words)}</p><div class="tiles">{tiled}</div>{_facts(view)}{_agents(view)}'
+        f'<p class="lead">{_sentence(view, words)}</p>{_swap(view)}<div class="tiles">{tiled}</div>'
+        f"{_facts(view)}{_agents(view)}"
     )
+
+
+def _swap(view: View) -> str:
+    """What the run began with, where that was a swap."""
+    swap = view.start.get("swap")
+    if swap is None:
+        return ""
+    lines = [line for line in show.swap_lines(swap, None) if line]
+    return _note("This run began with a swap. " + "<br>".join(text(line) for line in lines))
 
 
 def _measured(view: View) -> Mapping[str, Record] | None:
