@@ -373,6 +373,8 @@ def _swap(arguments: argparse.Namespace) -> int:
         if arguments.more:
             raise ConfigError("--continue with --live: the job that runs there trains on anyway; leave it out")
         return _swap_live(home, agent, model, options, as_json=arguments.json)
+    if records.is_locked(home):
+        raise RunError(f"a job runs on {home}; --live asks it to swap, or stop it first (Ctrl-C)")
     with show.Console(sys.stderr if arguments.json else sys.stdout, stages=0, agents=[agent]) as console:
         record = swaps.swap(home, agent, model, options=options, reporter=console)
     more: Record | None = None
@@ -614,6 +616,10 @@ def _verify(arguments: argparse.Namespace) -> int:
         print(show.to_json(report, indent=2))
     else:
         _print(show.audit_lines(report))
+        opened = open_run(arguments.run)
+        if opened.swap is not None:
+            before = shlex.quote(str(opened.home / SWAPS / str(opened.swap["before"])))
+            print(f"it began with a swap; the run before: baton verify {before}")
     return 0 if report["holds"] else FAILED
 
 

@@ -184,10 +184,14 @@ def test_undo_is_bitwise_and_training_then_is_that_of_a_run_that_never_swapped(
     assert baton.open_run(here).path.name == "002", "a directory of an undone swap is never written again"
 
 
-def test_a_second_swap_follows_the_first_and_undo_takes_back_one(here: Path) -> None:
+def test_a_second_swap_follows_the_first_and_undo_takes_back_one(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     swaps.swap(here, "b", "table:01", options=NEAR)
     swaps.swap(here, "a", "table:01", options=NEAR)
     assert [m.incarnation for m in baton.open_run(here).position.team.members] == [1, 1]
+    assert main(["verify", str(here)]) == 0
+    assert "it began with a swap; the run before: baton verify" in capsys.readouterr().out
+    assert main(["inspect", str(here)]) == 0
+    assert "a: table:01" in capsys.readouterr().out
     swaps.undo(here)
     assert baton.open_run(here).path.name == "001"
     swaps.undo(here)
@@ -266,6 +270,29 @@ def test_a_larger_model_takes_a_seat_and_keeps_its_own_rate(tmp_path: Path) -> N
     assert report["holds"], report["faults"]
 
 
+FORGERIES = {
+    "a look": (lambda line: line["swap"]["rounds"][0]["look"].update(message_mean=1e-9), "look"),
+    "a radius": (lambda line: line["swap"]["options"].update(radius=1e-9), "look"),
+    "a fingerprint": (lambda line: line["fingerprints"].update(a="0" * 64), "fingerprint"),
+    "the rate of another seat": (lambda line: line["position"]["agents"]["a"].update(lr=9.0), "position"),
+    "an incarnation": (lambda line: line["position"]["team"]["members"][1].update(incarnation=0), "position"),
+    "the group": (lambda line: line.update(group=7), "group"),
+    "the run before": (lambda line: line["swap"].update(before="007"), "the run before the swap"),
+}
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_what_is_forged_in_a_swap_is_found(here: Path, name: str) -> None:
+    swaps.swap(here, "b", "table:01", options=NEAR)
+    file = baton.open_run(here).path / "stages.jsonl"
+    lines = records.read_records(file)
+    forge, said = FORGERIES[name]
+    forge(lines[0])
+    records.rewrite_records(file, lines)
+    faults = [f for f in baton.verify(here)["faults"] if f["check"] == "swap"]
+    assert any(said in f["what"] for f in faults), faults
+
+
 # ---- on a running job ----------------------------------------------------------------------------------------------------
 
 
@@ -283,6 +310,12 @@ def test_a_job_that_is_asked_swaps_between_two_stages_as_if_it_had_been_stopped(
     assert answer["accepted"] and answer["stages"] == 6
     told = [[u["fingerprint"] for u in baton.open_run(path).updates] for path in (by_hand, live)]
     assert told[0] == told[1] and len(told[0]) == 4
+
+
+def test_a_run_that_another_process_holds_is_pointed_to_live(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with records.locked(here):
+        assert main(["swap", str(here), "b=table:01"]) == 1
+        assert "--live asks it to swap" in capsys.readouterr().err
 
 
 def test_a_job_that_says_no_trains_on(here: Path) -> None:
