@@ -210,6 +210,7 @@ async def _train_with(pool: GraderPool | None, threads: int, plan: Plan, run: Ru
             journal=journal,
             certify=plan.splits.certify,
             pool=plan.splits.record["certify"]["sha256"],
+            probe_pool=plan.splits.record["probe"]["sha256"],
             certificate=config.certificate,
         )
         _announce(world, started, position, reporter)
