@@ -98,7 +98,7 @@ def judged(
     baseline: float,
     stage: int,
 ) -> SurrogateReport:
-    """What the probe episodes show, with the candidate's log-probabilities of their messages (none where nothing can be said).
+    """What the probe episodes show, with the candidate's log-probabilities of their messages (none where nothing is said).
 
     `baseline`: V, the mean return of the update's own train episodes, which is independent of the probe's.
     """

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from baton import records
+from baton.algorithms import surrogate
 from baton.algorithms.acceptance import ReplaySums
 from baton.algorithms.episodes import Collected, acting, draw_prompts, episode_advantages, mean_return, stats, unheard
-from baton.algorithms import surrogate
 from baton.algorithms.pairs import update_claim
 from baton.algorithms.state import AgentState, Pair, Position, StageEntry
 from baton.audit.episodes import EpisodeFiles, Part, Playing
