@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from baton.audit import (
     kl_tolerance,
 )
 from baton.cli import main
-from baton.config import Config
+from baton.config import Config, digest_of
 from baton.errors import BatonError, ConfigError, RunError
 from baton.evaluation import evaluate
 from baton.records import Record
@@ -714,6 +715,9 @@ def test_a_run_from_before_surrogates_holds(copy: Callable[[Config], Path]) -> N
     text = (path / "config.toml").read_text()
     assert "surrogate = false\n" in text
     (path / "config.toml").write_text(text.replace("surrogate = false\n", ""))
+    assert named(faults(path), "files", "config.toml", "digest"), "a key that was there is gone"
+    lines[0]["digest"] = digest_of(tomllib.loads((path / "config.toml").read_text()))
+    rewrite(path, lines)
     assert faults(path) == []
     assert main(["inspect", str(path), "--certificates"]) == 0 and baton.report(path)
 
