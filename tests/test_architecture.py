@@ -382,7 +382,7 @@ def lines_of(*paths: Path) -> int:
 def test_what_carries_the_idea_is_small_enough_to_read() -> None:
     rooms = {"core", "algorithms", "team", "protocols"}
     sizes = {name: lines_of(path) for name, path in MODULES.items() if room_of(name) in rooms}
-    assert sum(sizes.values()) < 5_000, sizes
+    assert sum(sizes.values()) < 5_500, sizes
 
 
 def test_the_one_file_example_is_there_and_shorter_than_150_lines() -> None:

@@ -222,6 +222,7 @@ CHANGED: Mapping[str, object] = {
     "certificate.stage_pairs": 512,
     "eval.episodes": 100,
     "eval.temperature": 0.8,
+    "certificate.surrogate": True,
     "checkpoint.keep": 1,
     "checkpoint.keep_promoted": "all",
     "track.names": ("tensorboard", "wandb"),
@@ -271,7 +272,7 @@ def test_no_live_key_of_the_reference_is_left_out_of_that_test() -> None:
         "algorithm.objective.limit",  # wants a mask that has one: likewise
         "certificate.coupling",  # wants pairs: tests/e2e/test_pairs.py
         "certificate.method",  # likewise
-        "certificate.delta",  # likewise
+        "certificate.delta",  # wants pairs or a surrogate: likewise
         "certificate.run_level",  # likewise
     }
     assert live - otherwise == set(CHANGED)

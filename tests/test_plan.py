@@ -369,6 +369,27 @@ def test_pairs_are_played_beside_the_candidate_and_a_stages_start_has_slots_of_i
     assert held(team, "sample", "a", pairs=stage) == held(team, "sample", "a") + 2 * 2 * 1000
 
 
+def test_what_a_surrogate_takes_is_counted(cache: None) -> None:
+    usual, whole, few = (
+        plan(parity("env.prompts=3000", f"gate.probe_prompts={prompts}", f"certificate.surrogate={is_on}"), root=Path())
+        for prompts, is_on in ((500, "false"), (500, "true"), (499, "true"))
+    )
+    # b speaks last: its gate heard whole episodes before. a's is played one message further.
+    assert usual["tokens"]["stage"]["probe"] == 500 * (1 + 2) and whole["tokens"]["stage"]["probe"] == 500 * (2 + 2)
+    assert few["tokens"]["stage"]["probe"] == 499 * (1 + 2), "too few are not played out"
+    assert whole["time"]["stage"]["surrogate"] > 0.0
+    assert "surrogate" not in usual["time"]["stage"] and "surrogate" not in few["time"]["stage"]
+    logs = [p["disk"]["logs_of_an_update"]["episodes"] for p in (usual, whole)]
+    assert logs[1] > logs[0]
+
+
+def test_a_surrogate_scores_while_the_candidate_waits_to_be_committed() -> None:
+    team = [member("a"), member("b")]
+    surrogate = CertificateOptions(surrogate=True)
+    assert held(team, "commit", pairs=surrogate) == held(team, "commit") + 7 + 11
+    assert held(team, "sample", pairs=surrogate) == held(team, "sample")
+
+
 def test_what_pairs_take_is_counted_at_most(cache: None) -> None:
     usual, paired = (
         plan(parity("env.prompts=400", *more), root=Path())

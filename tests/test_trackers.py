@@ -121,6 +121,23 @@ def test_an_update_without_a_gate_has_no_divergence() -> None:
     assert (told["accepted/a"], told["scale/a"], told["tokens/a"], told["failed/a"], told["cut/a"]) == (0, 0, 7, 2, 0.5)
 
 
+def test_a_surrogate_is_told_where_it_says_something() -> None:
+    record = {
+        "kind": "update",
+        "agent": "a",
+        "to_version": 1,
+        "verdict": {"kind": "accepted", "scale": 1.0, "gate": None},
+        "episodes": {"reward": 1.0, "tokens": {"a": 3}, "cut": {"a": 0.5}, "failed": {}},
+        "beta": 0.1,
+        "lr": 0.2,
+        "seconds": {"total": 3.0},
+        "surrogate": {"gain": {"verdict": "inconclusive", "lower_bound": -0.25}},
+    }
+    assert metrics_of(record)["surrogate_gain_at_least/a"] == -0.25
+    record["surrogate"] = {"gain": {"verdict": "void", "lower_bound": float("-inf")}}
+    assert "surrogate_gain_at_least/a" not in metrics_of(record)
+
+
 # ---- resume ----------------------------------------------------------------------------------------------------
 
 

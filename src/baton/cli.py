@@ -195,7 +195,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument(
         "--certificates",
         action="store_true",
-        help="every certificate: the published bounds and what pairs of episodes show",
+        help="every certificate: the published bounds, what pairs of episodes show, what probe episodes show",
     )
     _json(inspect)
 
@@ -515,8 +515,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
         _print(["", *show.summary_lines(show.summary(updates, [a.name for a in config.agents]))])
         return 0
     for update in chosen:
-        pairs = certificates.pairs_lines(update["pairs"], "update") if update.get("pairs") else []
-        _print(["", *show.update_details(update), *pairs])
+        _print(["", *show.update_details(update), *certificates.update_lines(update)])
     for stage in complete:
         pairs = certificates.pairs_lines(stage["pairs"], "stage") if stage.get("pairs") else []
         _print(["", *certificates.published_lines(stage), *pairs])
@@ -540,8 +539,8 @@ def _episodes(arguments: argparse.Namespace) -> int:
         path = opened.path / update["episodes_file"]
         if not path.is_file():
             raise RunError(f"{path} is gone; restore it, or choose another --stage")
-        # Probe episodes end at the gate's agent and are never graded: nothing about them failed.
-        rows = [row for row in records.read_episodes(path) if row["use"] != "probe"]
+        # Probe episodes are the gate's: most end at its agent and are never graded, and nothing about them failed.
+        rows = [row for row in records.read_episodes(path) if row["use"] not in ("probe", "restated")]
         wanted = [row for row in rows if row["outcome"] == "failed"] if arguments.failed else rows
         shown = [{**row, "versions": json.loads(row["versions"])} for row in wanted[:left]]
         left -= len(shown)

@@ -253,10 +253,18 @@ class Config(_Options):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of what may not change on resume: all but `algorithm.stages`, `[checkpoint]`, `[eval]` and `[track]`."""
-        fixed = self.model_dump(mode="json", exclude_none=True)
-        del fixed["checkpoint"], fixed["eval"], fixed["track"], fixed["algorithm"]["stages"]
-        return hashlib.sha256(tomli_w.dumps(fixed).encode()).hexdigest()
+        """`digest_of` the resolved config."""
+        return digest_of(self.model_dump(mode="json", exclude_none=True))
+
+
+def digest_of(resolved: dict[str, Any]) -> str:
+    """SHA-256 of what may not change on resume: all but `algorithm.stages`, `[checkpoint]`, `[eval]` and `[track]`.
+
+    Of a config as it was written: one from before a key existed has the digest that it had then.
+    """
+    fixed = {name: part for name, part in resolved.items() if name not in ("checkpoint", "eval", "track")}
+    fixed["algorithm"] = {name: value for name, value in resolved["algorithm"].items() if name != "stages"}
+    return hashlib.sha256(tomli_w.dumps(fixed).encode()).hexdigest()
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------

@@ -296,6 +296,7 @@ class RunJournal:
         rows += records.episode_rows(evidence.probe, use="probe", prompts=self._prompts)
         rows += records.episode_rows(evidence.ordering, use="order", prompts=self._prompts)
         rows += records.pair_rows(evidence.pairs, prompts=self._prompts)
+        rows += records.episode_rows(evidence.restated, use="restated", prompts=self._prompts)
         records.write_episodes(self.run.path / "episodes" / f"{name}.parquet", rows)
         records.write_divergences(self.run.path / "divergences" / f"{name}.parquet", evidence)
         record: Record = {

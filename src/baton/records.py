@@ -355,7 +355,7 @@ def _outcome(episode: Episode) -> tuple[str, float | None, str]:
 
 
 def episode_rows(episodes: Sequence[Episode], *, use: str, prompts: Mapping[str, str]) -> list[Record]:
-    """Episodes as rows of the parquet file; `use` is start, train, probe, order, pair, beside, or a measurement's."""
+    """Episodes as rows of a parquet file; `use` is start, train, probe, order, pair, beside, restated or a measurement's."""
     rows: list[Record] = []
     for e in episodes:
         kind, reward, reason = _outcome(e)

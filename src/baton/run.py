@@ -216,6 +216,7 @@ async def _train_with(
             journal=journal,
             certify=plan.splits.certify,
             pool=plan.splits.record["certify"]["sha256"],
+            probe_pool=plan.splits.record["probe"]["sha256"],
             certificate=config.certificate,
         )
         _announce(world, started, position, reporter)

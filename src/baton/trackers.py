@@ -75,6 +75,9 @@ def metrics_of(record: Record) -> dict[str, float]:
     }
     if (pairs := record.get("pairs")) is not None:
         found |= {"gain_at_least": pairs["gain"]["lower_bound"], "discordance": pairs["discordance"]}
+    surrogate = record.get("surrogate")
+    if surrogate is not None and surrogate["gain"]["verdict"] != "void":
+        found["surrogate_gain_at_least"] = surrogate["gain"]["lower_bound"]
     gate: Record | None = verdict["gate"]
     if gate is not None:
         found |= {

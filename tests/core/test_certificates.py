@@ -348,7 +348,7 @@ def held_out(
 ) -> certificate.Certificate:
     ones = torch.ones(n, m, dtype=F64)
     return certificate.surrogate(
-        log_ratio * ones, reward * ones[:, 0], value * ones, low=0.0, high=1.0, level=0.05 / 3, looks=looks, fewest=fewest
+        log_ratio * ones, [reward] * n, value * ones, low=0.0, high=1.0, level=0.05 / 3, looks=looks, fewest=fewest
     )
 
 
@@ -369,7 +369,7 @@ def test_a_surrogate_certificate_agrees_with_its_twin_and_is_the_sum_of_its_term
     log_ratio = torch.tensor([r[:m] for r, _, _ in rows], dtype=F64)
     returns = torch.tensor([r for _, r, _ in rows], dtype=F64)
     values = torch.tensor([[v] * m for _, _, v in rows], dtype=F64)
-    made = certificate.surrogate(log_ratio, returns, values, low=0.0, high=1.0, level=level, looks=looks, fewest=40)
+    made = certificate.surrogate(log_ratio, returns.tolist(), values, low=0.0, high=1.0, level=level, looks=looks, fewest=40)
     if made.needed is not None:
         assert made.reason == "too_few_samples" and made.needed > len(rows)
         return
@@ -379,7 +379,8 @@ def test_a_surrogate_certificate_agrees_with_its_twin_and_is_the_sum_of_its_term
     assert made.lower_bound == math.fsum(term.value for term in made.terms)
     basis = {term.name: term.basis for term in made.terms}
     drift = "bounded" if m == 1 else "measured"
-    assert basis == {"held-out gain": "measured", "sampling": "bounded", "truncation": "measured", "drift": drift}
+    bounded = dict.fromkeys(("imputation", "sampling"), "bounded")
+    assert basis == {"held-out gain": "measured", **bounded, "truncation": "measured", "drift": drift}
     assert m > 1 or made.terms[-1].value == 0.0
     assert (made.verdict == "positive") == (made.lower_bound > 0.0)
     fast = certificate.surrogate_terms(log_ratio, returns, values, cap=1.5)
@@ -402,12 +403,63 @@ def test_a_large_held_out_gain_of_an_agent_that_speaks_once_is_positive_and_belo
     """Two answers at .5 each, the right one moved to .9: the true gain is .4."""
     right = torch.arange(4_000, dtype=F64) % 2
     ratio = torch.where(right == 1.0, 0.9 / 0.5, 0.1 / 0.5)
-    once = certificate.surrogate(ratio.log()[:, None], right, torch.full((4_000, 1), 0.5), low=0.0, high=1.0, level=0.05 / 3)
+    once = certificate.surrogate(
+        ratio.log()[:, None], right.tolist(), torch.full((4_000, 1), 0.5), low=0.0, high=1.0, level=0.05 / 3
+    )
     assert once.verdict == "positive" and 0.3 < once.lower_bound < 0.4
     twice = torch.cat([ratio.log()[:, None], torch.zeros(4_000, 1)], dim=1)
-    made = certificate.surrogate(twice, right, torch.full((4_000, 2), 0.5), low=0.0, high=1.0, level=0.05 / 3)
+    made = certificate.surrogate(twice, right.tolist(), torch.full((4_000, 2), 0.5), low=0.0, high=1.0, level=0.05 / 3)
     # A second turn, although it never moved, costs P_mean = 2 * .4.
     assert made.verdict == "inconclusive" and made.terms[-1].value < -0.8
+
+
+@given(
+    steps=st.lists(st.lists(st.floats(-2.0, 2.0), min_size=2, max_size=2), min_size=40, max_size=50),
+    data=st.data(),
+)
+@settings(max_examples=30)
+def test_no_value_of_the_missing_returns_gives_a_smaller_bound_of_the_mean_than_was_counted(
+    steps: list[list[float]], data: st.DataObject
+) -> None:
+    n = len(steps)
+    log_ratio, values = torch.tensor(steps, dtype=F64), torch.full((n, 2), 0.4, dtype=F64)
+    returns = data.draw(st.lists(st.sampled_from([None, 0.0, 1.0]), min_size=n, max_size=n))
+    made = certificate.surrogate(log_ratio, returns, values, low=0.0, high=1.0, level=0.3, looks=1, fewest=40)
+    counted = {term.name: term.value for term in made.terms}
+    missing = sum(r is None for r in returns)
+    assert next(t.note for t in made.terms if t.name == "imputation").startswith(f"{missing} returns missing")
+    for filled in ([float(data.draw(st.floats(0.0, 1.0))) if r is None else r for r in returns] for _ in range(3)):
+        whole = certificate.surrogate(log_ratio, filled, values, low=0.0, high=1.0, level=0.3, looks=1, fewest=40)
+        others = {term.name: term.value for term in whole.terms}
+        assert counted["held-out gain"] + counted["imputation"] <= others["held-out gain"] + 1e-12
+        assert others["imputation"] == 0.0
+        assert (counted["truncation"], counted["drift"]) == (others["truncation"], others["drift"])
+
+
+def test_a_surrogate_wants_a_return_or_none_of_each_episode() -> None:
+    ones = torch.ones(40, 1, dtype=F64)
+    with pytest.raises(DataError, match="39 returns of 40 episodes"):
+        certificate.surrogate(ones, [1.0] * 39, ones, low=0.0, high=1.0, level=0.1)
+    with pytest.raises(NonFiniteError):
+        certificate.surrogate(ones, [math.nan] * 40, ones, low=0.0, high=1.0, level=0.1)
+
+
+def test_prompts_drawn_without_replacement_are_no_worse_than_with() -> None:
+    """The two moments that the empirical Bernstein bound is proved by, exactly, over pools of prompts whose returns are
+    random themselves: of the mean, and of minus the sample variance (docs/equations.md)."""
+    rng = np.random.default_rng(5)
+    n = 3
+    for _ in range(40):
+        pool, rate = int(rng.integers(3, 6)), float(rng.choice([0.5, 3.0, 10.0]))
+        returns, chances = rng.random((pool, 2)), rng.dirichlet([1.0, 1.0], size=pool)
+        totals: list[np.ndarray] = []
+        for draws in (itertools.permutations(range(pool), n), itertools.product(range(pool), repeat=n)):
+            cases = [(p, i) for p in draws for i in itertools.product(range(2), repeat=n)]
+            prompts, picks = (np.array(column) for column in zip(*cases, strict=True))
+            said, chance = returns[prompts, picks], chances[prompts, picks].prod(1)
+            moments = np.exp(rate * said.sum(1)), np.exp(-rate * said.var(1, ddof=1))
+            totals.append(np.array([(chance * moment).sum() / chance.sum() for moment in moments]))
+        assert (totals[0] <= totals[1] + 1e-12).all()
 
 
 def test_the_truncated_gain_and_the_drift_never_claim_more_than_the_truth() -> None:

@@ -333,7 +333,12 @@ def test_what_is_configured_of_pairs_may_not_change_on_resume(trained: Path) -> 
     "overrides, words",
     [
         (["certificate.update_pairs=100"], "update_pairs = 100: below 256 pairs show almost nothing"),
-        (["certificate.coupling=none"], "coupling has no effect without pairs"),
+        (
+            ["certificate.coupling=none"],
+            "coupling has no effect without pairs; remove it, or set update_pairs or stage_pairs",
+        ),
+        (["certificate.surrogate=true", "certificate.method=bernstein"], "method has no effect without pairs"),
+        (["certificate.delta=0.1"], "delta has no effect without pairs; .* or stage_pairs, or surrogate"),
         (["certificate.run_level=true"], "run_level has no effect without pairs"),
         (["certificate.update_pairs=256", "algorithm.name=independent"], "an independent agent learns beside"),
         (["eval.update_pairs=256"], "update_pairs"),

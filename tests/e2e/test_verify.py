@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from baton.audit import (
     kl_tolerance,
 )
 from baton.cli import main
-from baton.config import Config
+from baton.config import Config, digest_of
 from baton.errors import BatonError, ConfigError, RunError
 from baton.evaluation import evaluate
 from baton.records import Record
@@ -61,6 +62,8 @@ RETRIES = worlds.parity(*SHORT, "algorithm.backtrack.tries=3", "agents.b.lr=5")
 RADII = worlds.parity(*SHORT, "algorithm.radius_allocation=greedy", **ABC)
 BOTH = ("certificate.update_pairs=256", "certificate.stage_pairs=256")
 PAIRS = worlds.parity(*SHORT, "env.prompts=400", "agents.b.lr=5", *BOTH)
+WHOLE = ("certificate.surrogate=true", "gate.probe_prompts=500", "env.prompts=3000")
+SURROGATE = worlds.parity(*SHORT, *WHOLE, "agents.b.lr=5")
 OPTIONS = {
     "reuse": (REUSE, set[str]()),
     "reuse without weights": (
@@ -107,6 +110,20 @@ OPTIONS = {
     "pairs of a joint stage": (
         worlds.parity(*SHORT, "algorithm.name=joint", "env.prompts=400", *BOTH, "certificate.method=bernstein"),
         {NOT_COUPLED},
+    ),
+    "surrogate": (SURROGATE, set[str]()),
+    "surrogate of a debate, beside pairs": (
+        worlds.parity(*SHORT, *WHOLE, *BOTH, "algorithm.stages=1", "protocol={name='debate',rounds=2}", lr=0.05),
+        {NOT_COUPLED},
+    ),
+    "surrogate of a joint stage": (
+        worlds.parity(*SHORT, *WHOLE, "algorithm.name=joint", "certificate.run_level=true", **ABC),
+        set[str](),
+    ),
+    "surrogate of few prompts": (worlds.parity(*SHORT, "certificate.surrogate=true"), set[str]()),
+    "surrogate of a model": (
+        worlds.relay(KEEP, *WHOLE, "env.symbols=6", "algorithm.stages=1", "agents.second.radius={token=50,message_mean=50}"),
+        set[str](),
     ),
     "adapters": (worlds.adapters(KEEP, "algorithm.stages=1"), set[str]()),
     "adapters in bf16": (worlds.adapters(KEEP, "algorithm.stages=1", "engine.dtype=bfloat16"), set[str]()),
@@ -230,7 +247,7 @@ def test_an_honest_run_holds_and_nothing_unexpected_goes_unchecked(name: str, ma
     report = baton.verify(path)
     assert report["faults"] == [] and report["holds"]
     assert {one["reason"] for one in report["not_checked"]} <= EXPECTED | ({FOREIGN} if name == "models" else set())
-    assert {check["check"] for check in report["checks"] if check["checked"]} == set(CHECKS) - {"pairs"}
+    assert {check["check"] for check in report["checks"] if check["checked"]} == set(CHECKS) - {"pairs", "surrogate"}
     checked = {check["check"]: check["checked"] for check in report["checks"]}
     updates = run.Run(path).updates
     promoted = [u for u in updates if u["to_version"] is not None]
@@ -585,6 +602,124 @@ def test_the_pairs_of_a_stage(copy: Callable[[Config], Path]) -> None:
     assert named(faults(path), "episodes", file, "the text is not that of the sampled ids")
     (path / file).unlink()
     assert named(faults(path), "files", file, "is gone")
+
+
+def restated(path: Path) -> Record:
+    """The first update of b with a surrogate that says something."""
+    return next(u for u in run.Run(path).updates if u["surrogate"] and u["surrogate"]["gain"]["verdict"] != "void")
+
+
+@pytest.mark.parametrize("change", ["gain", "turns", "missing", "pool", "delta", "none"])
+def test_what_a_surrogate_is_said_to_show(change: str, copy: Callable[[Config], Path]) -> None:
+    path = copy(SURROGATE)
+
+    def other(line: Record) -> None:
+        said = line["surrogate"]
+        if change == "gain":
+            said["gain"] |= {"lower_bound": 0.5, "verdict": "positive", "is_vacuous": False}
+        elif change == "none":
+            line["surrogate"] = None
+        else:
+            said[change] = "x" if change == "pool" else 2
+
+    change_update(path, restated(path)["index"], other)
+    assert named(faults(path), "surrogate", "surrogate" if change == "none" else f"surrogate.{change}")
+
+
+def test_a_surrogate_of_an_update_that_has_none(copy: Callable[[Config], Path]) -> None:
+    path = copy(SURROGATE)
+    rejected = update_of(path, "rejected")
+    change_update(path, rejected["index"], lambda line: line.update(surrogate=restated(path)["surrogate"]))
+    assert named(faults(path), "surrogate", "an accepted update has one where it is configured, no other has")
+
+
+def test_a_log_probability_of_a_candidate_also_where_its_bound_was_mended(copy: Callable[[Config], Path]) -> None:
+    path = copy(SURROGATE)
+    update = restated(path)
+
+    def likelier(rows: list[Record]) -> None:
+        reward = {r["id"]: r["reward"] for r in rows}
+        for row in rows:
+            if row["use"] == "restated" and reward[row["id"].removesuffix("/restated")] == 1.0:
+                row["turns"][0]["logprobs"] = [0.0]
+
+    change_rows(path, update["episodes_file"], likelier)
+    report = baton.verify(path)
+    (bound,) = (f["recomputed"] for f in report["faults"] if f["what"] == "surrogate.gain.lower_bound")
+    told = [f for f in report["faults"] if f["check"] == "surrogate" and f["what"].startswith("surrogate.gain.")]
+    assert bound > update["surrogate"]["gain"]["lower_bound"]
+
+    def mended(line: Record) -> None:
+        for fault in told:
+            *way, last = fault["what"].split(".")
+            node: Any = line
+            for part in way:
+                node = node[int(part) if part.isdecimal() else part]
+            node[last] = fault["recomputed"]
+
+    change_update(path, update["index"], mended)
+    found = faults(path)
+    who = f"'{update['agent']}' under {update['agent']}@{update['to_version']}"
+    assert named(found, "log-probs", update["episodes_file"], who) and not named(found, "surrogate")
+
+
+def test_a_reward_of_a_probe_episode(copy: Callable[[Config], Path]) -> None:
+    path = copy(SURROGATE)
+    update = restated(path)
+
+    def better(rows: list[Record]) -> None:
+        next(r for r in rows if r["use"] == "probe" and r["reward"] == 0.0)["reward"] = 1.0
+
+    change_rows(path, update["episodes_file"], better)
+    found = faults(path)
+    assert named(found, "rewards", update["episodes_file"], "recorded 1.0, recomputed 0.0")
+    assert named(found, "surrogate", "surrogate.gain.lower_bound")
+
+
+@pytest.mark.parametrize("change", ["left out", "another message", "another version", "a reward"])
+def test_what_a_candidate_is_said_to_have_scored(change: str, copy: Callable[[Config], Path]) -> None:
+    path = copy(SURROGATE)
+    file = restated(path)["episodes_file"]
+
+    def other(rows: list[Record]) -> None:
+        row = next(r for r in rows if r["use"] == "restated")
+        turn = row["turns"][0]
+        if change == "left out":
+            rows.remove(row)
+        elif change == "another message":
+            turn["ids"] = [1 - turn["ids"][0]]
+        elif change == "another version":
+            turn["versions"] = [0]
+        else:
+            row |= {"outcome": "scored", "reward": 1.0}
+
+    change_rows(path, file, other)
+    words = ("as the candidate scores them", "499", "500") if change == "left out" else ("row",)
+    assert named(faults(path), "surrogate", file, *words)
+
+
+def test_a_candidate_whose_weights_were_pruned_is_not_held_against_the_run(tmp_path: Path) -> None:
+    run.train(worlds.parity(*WHOLE, "algorithm.stages=3"), run=tmp_path / "run")
+    report = baton.verify(tmp_path / "run")
+    assert report["holds"] and PRUNED in {one["reason"] for one in report["not_checked"] if one["check"] == "log-probs"}
+    checked = {check["check"]: check["checked"] for check in report["checks"]}
+    assert checked["surrogate"] == sum(u["surrogate"] is not None for u in run.Run(tmp_path / "run").updates) > 0
+
+
+def test_a_run_from_before_surrogates_holds(copy: Callable[[Config], Path]) -> None:
+    path = copy(TABLES)
+    lines = lines_of(path)
+    for line in lines:
+        line.pop("surrogate", None)
+    rewrite(path, lines)
+    text = (path / "config.toml").read_text()
+    assert "surrogate = false\n" in text
+    (path / "config.toml").write_text(text.replace("surrogate = false\n", ""))
+    assert named(faults(path), "files", "config.toml", "digest"), "a key that was there is gone"
+    lines[0]["digest"] = digest_of(tomllib.loads((path / "config.toml").read_text()))
+    rewrite(path, lines)
+    assert faults(path) == []
+    assert main(["inspect", str(path), "--certificates"]) == 0 and baton.report(path)
 
 
 def test_a_failed_episode_that_was_given_a_reward(copy: Callable[[Config], Path]) -> None:
@@ -1233,7 +1368,7 @@ def test_the_command_says_what_was_checked_and_exits_by_it(
     assert main(["verify", str(path)]) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[-1] == f"{path}: everything that was checked holds"
-    assert [line.split()[0] for line in out.splitlines()[1:13]] == list(CHECKS)
+    assert [line.split()[0] for line in out.splitlines()[1 : 1 + len(CHECKS)]] == list(CHECKS)
     assert NOT_STEPPED in out
     change_update(path, 3, lambda line: line["episodes"].update(reward=0.99))
     assert main(["verify", str(path), "--json"]) == 1

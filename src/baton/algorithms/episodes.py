@@ -138,7 +138,8 @@ async def collect_probe(
     until: AgentId | None,
     slots: Mapping[AgentId, Slot],
 ) -> list[Episode]:
-    """Step 4: one episode for each of a fresh keyed draw of probe prompts, played to the agent's last own turn."""
+    """Step 4: one episode for each of a fresh keyed draw of probe prompts, played to the last own turn of the agent `until`,
+    or to the end and graded."""
     order = permutation(key(world.seed, stage, who, PROBE), len(world.probe))
     tasks = [world.probe[i] for i in order[: world.gate.probe_prompts]]
     total = len(tasks) * len(world.table.seats) * world.table.protocol.own_turns
@@ -218,6 +219,11 @@ def unheard(
     return "" if units >= needed else f"'{agent}' acted on {units} probe prompts, the gate needs {needed}"
 
 
+def mean_return(collected: Collected) -> float:
+    """Of the scored episodes."""
+    return float(_rewards(collected.scored).mean())
+
+
 def stats(world: World, collected: Collected, values: adv.EpisodeAdvantages) -> EpisodeStats:
     """Counts of a batch: failures by reason, tokens and cut share per agent."""
     failed = Counter(e.outcome.reason for e in collected.all if isinstance(e.outcome, Failed))
@@ -226,7 +232,7 @@ def stats(world: World, collected: Collected, values: adv.EpisodeAdvantages) -> 
     return EpisodeStats(
         n=len(collected.all),
         failed=dict(failed),
-        reward=float(_rewards(collected.scored).mean()),
+        reward=mean_return(collected),
         tokens={a: sum(len(t.ids) for t in turns[a]) for a in agents},
         cut={a: sum(t.cut for t in turns[a]) / max(1, len(turns[a])) for a in agents},
         prompts=len({e.group for e in collected.all}),
@@ -261,7 +267,8 @@ async def gather(
     cursor = position.agents[agent].cursor
     probe = None if shared is None else shared.probe
     if probe is None:
-        probe = await collect_probe(world, position.team, stage=stage, who=agent, until=agent, slots=slots)
+        until = None if world.certificate.plays_out(world.gate) else agent
+        probe = await collect_probe(world, position.team, stage=stage, who=agent, until=until, slots=slots)
     reuse: Reuse | None = None
     if shared is not None:
         if world.options.data != "reuse":

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from baton.core import losses
+from baton.core import certificate, losses
 from baton.team import OrderName
 from baton.types import Direction
 
@@ -330,7 +330,7 @@ FEWEST_PAIRS = 256
 
 
 class CertificateOptions(_Options):
-    """`[certificate]`: pairs of episodes of the team before and after, and what is said of them (ALGORITHMS 3.6)."""
+    """`[certificate]`: what is shown of an update or a stage, and how surely (ALGORITHMS 3.6)."""
 
     update_pairs: int = Field(
         default=0, ge=0, description="most pairs on which a candidate is compared with the promoted team; 0 for none"
@@ -346,11 +346,16 @@ class CertificateOptions(_Options):
     method: Literal["betting", "bernstein"] = Field(
         default="betting", description="bound of the gain: betting may stop early, bernstein plays all pairs"
     )
+    surrogate: bool = Field(
+        default=False,
+        description="bound an accepted update's gain from its probe episodes, which are then played to the end and graded; "
+        f"needs gate.probe_prompts of {certificate.FEWEST_PROMPTS} or more",
+    )
     delta: float = Field(
         default=0.05,
         gt=0,
         lt=1,
-        description="chance that a stage's certificate is wrong, and that any of its updates' is",
+        description="chance that a stage's certificate is wrong, and that any of its updates' is, of each kind",
     )
     run_level: bool = Field(
         default=False,
@@ -364,10 +369,18 @@ class CertificateOptions(_Options):
             if 0 < value < FEWEST_PAIRS:
                 raise ValueError(f"{name} = {value}: below {FEWEST_PAIRS} pairs show almost nothing; raise it or set 0")
         if not self.update_pairs and not self.stage_pairs:
-            for name, field in type(self).model_fields.items():
-                if getattr(self, name) != field.default:
-                    raise ValueError(f"{name} has no effect without pairs; remove it, or set update_pairs or stage_pairs")
+            unread = ("coupling", "method") if self.surrogate else ("coupling", "method", "delta", "run_level")
+            for name in unread:
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    other = ", or surrogate" if name in ("delta", "run_level") else ""
+                    raise ValueError(
+                        f"{name} has no effect without pairs; remove it, or set update_pairs or stage_pairs{other}"
+                    )
         return self
+
+    def plays_out(self, gate: GateOptions) -> bool:
+        """Probe episodes are played to the end and graded; fewer could show nothing."""
+        return self.surrogate and gate.probe_prompts >= certificate.FEWEST_PROMPTS
 
 
 RADII: Mapping[str, tuple[float, float]] = {"default": (0.05, 0.01), "demo": (0.5, 0.06)}

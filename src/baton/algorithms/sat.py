@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from baton.algorithms import pairs
+from baton.algorithms import pairs, surrogate
 from baton.algorithms.acceptance import (
     ProbeStates,
     ReplayGap,
@@ -33,6 +33,7 @@ from baton.algorithms.episodes import (
     collect_probe,
     episode_advantages,
     gather,
+    mean_return,
     stats,
     unheard,
 )
@@ -48,6 +49,7 @@ from baton.algorithms.state import (
     StageEntry,
     StagePlan,
     StageReport,
+    SurrogateReport,
     UpdateReport,
     World,
 )
@@ -90,6 +92,7 @@ class _Draft:
     fingerprint: str = ""
     promoted: tuple[Snapshot, Weights] | None = None
     compared: tuple[PairsReport, Sequence[Pair]] | None = None
+    restated: tuple[SurrogateReport, Sequence[Episode]] | None = None
     seconds: dict[str, float] = field(default_factory=lambda: dict[str, float]())
 
 
@@ -218,6 +221,12 @@ async def propose(
         if draft.compared[0].harm.verdict == "positive":
             draft.verdict = Rejected(reason="harm", gate=record, detail=harm_detail(draft.compared[0]))
             return state
+    if world.certificate.surrogate:
+        began = world.clock()
+        draft.restated = await surrogate.evaluate(
+            world, position.team, trainee.agent, data.probe, version=version, baseline=mean_return(collected), stage=stage
+        )
+        draft.seconds["surrogate"] = world.clock() - began
     draft.fingerprint = weights.fingerprint
     draft.promoted = (learner.snapshot(lend=True), weights)
     draft.verdict = Accepted(scale=record.scale, gate=record)
@@ -307,6 +316,7 @@ async def update(
         replay=draft.replay,
         published_gap=draft.published_gap,
         pairs=None if draft.compared is None else draft.compared[0],
+        surrogate=None if draft.restated is None else draft.restated[0],
         fingerprint=draft.fingerprint,
         after=after,
         seconds={**draft.seconds, "total": world.clock() - began},
@@ -339,6 +349,7 @@ async def update(
         looks=draft.looks,
         pairs=() if draft.compared is None else draft.compared[1],
         ordering=ordering,
+        restated=() if draft.restated is None else draft.restated[1],
     )
     world.journal.commit(report, evidence, position, draft.promoted)  # 16
     if is_accepted:

@@ -152,6 +152,22 @@ class PairsReport:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SurrogateReport:
+    """What an update's probe episodes say of its accepted candidate (3.6): one of each prompt, drawn without replacement."""
+
+    turns: int
+    """m: the most that the agent can take in an episode."""
+    missing: int
+    """Returns that an episode failed to give; each counts against the gain."""
+    delta: float
+    """Chance that any statement of this kind is wrong: in this stage, or (run level) in all stages together."""
+    is_run_level: bool
+    pool: str
+    """SHA-256 of the prompts that were drawn from."""
+    gain: certificate.Certificate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Pair:
     """One prompt, played by the promoted team and by the other."""
 
@@ -185,6 +201,8 @@ class UpdateReport:
     replay: ReplayGap | None
     published_gap: float | None
     pairs: PairsReport | None
+    surrogate: SurrogateReport | None
+    """Of an accepted update where it was asked for; what was rejected has changed nothing."""
     fingerprint: str
     after: AgentState
     seconds: Mapping[str, float]
@@ -219,6 +237,8 @@ class Evidence:
     pairs: Sequence[Pair] = ()
     ordering: Sequence[Episode] = ()
     """Beside a stage's first update: the episodes that its order or its radii were measured on."""
+    restated: Sequence[Episode] = ()
+    """The agent's own messages of the probe episodes with the accepted candidate's log-probabilities (`surrogate`)."""
 
 
 class Journal(Protocol):
@@ -270,6 +290,8 @@ class World:
     certify: Sequence[Task] = ()
     pool: str = ""
     """SHA-256 of the prompts of `certify`."""
+    probe_pool: str = ""
+    """SHA-256 of the prompts of `probe`."""
     certificate: CertificateOptions = field(default_factory=CertificateOptions)
     clock: Clock = time.monotonic
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from baton import records
+from baton.algorithms import surrogate
 from baton.algorithms.acceptance import ReplaySums
-from baton.algorithms.episodes import Collected, acting, draw_prompts, episode_advantages, stats, unheard
+from baton.algorithms.episodes import Collected, acting, draw_prompts, episode_advantages, mean_return, stats, unheard
 from baton.algorithms.pairs import update_claim
 from baton.algorithms.state import AgentState, Pair, Position, StageEntry
 from baton.audit.episodes import EpisodeFiles, Part, Playing
@@ -24,7 +25,7 @@ from baton.rollout import Play
 from baton.team import Team
 from baton.types import AgentId, Episode, Slot
 
-USES = ("train", "probe", "order", "pair", "beside")
+USES = ("train", "probe", "order", "pair", "beside", "restated")
 """What the episodes beside an update are for, in the order in which it writes them."""
 
 
@@ -112,7 +113,7 @@ class Evidence:
             who, cursor = "team", (stage - 1) * prompts
         judge = "team" if is_joint else agent
 
-        train, probe, order, pair, beside = self._parts(file, rows)
+        train, probe, order, pair, beside, scores = self._parts(file, rows)
         shared = Part(file, [*train.rows, *(probe.rows if is_joint else ())])
         is_known = is_shared and self._is_known(stage, shared)
         address = (world.seed, stage, who, SAMPLE)
@@ -123,7 +124,7 @@ class Evidence:
             table=world.table,
             address=(world.seed, stage, judge, PROBE),
             versions=then if is_joint else now,
-            until=None if is_joint else agent,
+            until=None if is_joint or world.certificate.plays_out(world.gate) else agent,
             drawn_from="probe",
         )
         plays = [Play(task=world.probe[i]) for i in drawn[: self.subject.config.gate.probe_prompts]]
@@ -131,6 +132,7 @@ class Evidence:
         ordering = self._ordering(order, stage, before)
         candidate = {**now, agent: update.version}
         pairs = self._pairs(update, pair, beside, now, candidate)
+        restated = self._surrogate(update, scores, probed, collected, before.team)
 
         found.ok("counts")
         values = episode_advantages(options, collected.scored)
@@ -143,6 +145,7 @@ class Evidence:
             _Played(use="order", versions=now, episodes=ordering, is_shared=False),
             _Played(use="pair", versions=now, episodes=[p.promoted for p in pairs], is_shared=False),
             _Played(use="beside", versions=candidate, episodes=[p.beside for p in pairs], is_shared=False),
+            _Played(use="restated", versions=candidate, episodes=restated, is_shared=False),
             is_known=is_known,
         )
         if line["reuse"] is not None:
@@ -188,6 +191,32 @@ class Evidence:
         if report is not None:
             self.subject.found.at(STAGES, update.where).compare("pairs", "pairs", recorded, report)
         return played
+
+    def _surrogate(
+        self, update: Update, part: Part, probe: Sequence[Episode], collected: Collected, team: Team
+    ) -> Sequence[Episode]:
+        """What the probe episodes show of an accepted candidate, by the log-probabilities that it gave their messages; gives
+        those messages, which wait for its weights."""
+        found, world, agent = self.subject.found, self.subject.world, update.agent
+        here, recorded = found.at(part.file), update.line.get("surrogate")
+        is_scored = recorded is not None and not surrogate.why_void(world, team, agent, probe)
+        if len(part.rows) != (len(probe) if is_scored else 0):
+            here.wrong("surrogate", "probe episodes as the candidate scores them", len(part.rows), len(probe) * is_scored)
+            return ()
+        if recorded is None:
+            return ()
+        scores = [[turn["logprobs"] for turn in row["turns"]] for row in part.rows]
+        restated: Sequence[Episode] = ()
+        if is_scored:
+            restated = surrogate.restate(probe, agent, update.version, scores)
+            prompts = {task.id: task.prompt for task in world.probe}
+            expected = records.episode_rows(restated, use="restated", prompts=prompts)
+            for number, (row, computed) in enumerate(zip(part.rows, expected, strict=True), start=part.first + 1):
+                found.at(part.file, f"row {number}").compare("surrogate", "", row, computed)
+        report = surrogate.judged(world, team, agent, probe, restated, baseline=mean_return(collected), stage=update.stage)
+        found.ok("surrogate")
+        found.at(STAGES, update.where).compare("surrogate", "surrogate", recorded, report)
+        return restated
 
     def _is_known(self, stage: int, shared: Part) -> bool:
         """In a stage that shares its episodes: whether these are those of its first file, which were checked there."""

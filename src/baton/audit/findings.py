@@ -21,6 +21,7 @@ CHECKS: Mapping[str, str] = {
     "rewards": "answers, graded again",
     "counts": "mean rewards, counts and weights of reuse of each update; start accuracy and noise floors",
     "pairs": "paired evaluations: prompts drawn by key, where they end, gain and harm from the returns",
+    "surrogate": "surrogates: the candidate's messages are the probe episodes' own, the bound follows from both",
     "gate": "looks: probe states drawn by key, all fields from the recorded divergences",
     "verdicts": "updates: verdict, retries, version, beta, lr and streak from the looks",
     "weights": "kept versions: fingerprints of their tensors",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tomllib
+
 from baton import records, starting
 from baton.algorithms.options import resolve_group
 from baton.algorithms.state import AgentState, Position
@@ -10,6 +12,7 @@ from baton.audit.findings import RELATIVE, STAGES
 from baton.audit.subject import Subject
 from baton.audit.swapped import check_swap
 from baton.audit.waiting import Waiting
+from baton.config import digest_of
 from baton.records import Record
 from baton.team import Member, Team
 
@@ -21,7 +24,8 @@ def check_facts(subject: Subject) -> None:
     found, start, plan = subject.found, subject.start, subject.plan
     here = found.at(STAGES, LINE)
     found.ok("files", 2)
-    found.at("config.toml").compare("files", "digest", start.get("digest"), subject.config.digest)
+    written = tomllib.loads((subject.run.path / "config.toml").read_text(encoding="utf-8"))
+    found.at("config.toml").compare("files", "digest", start.get("digest"), digest_of(written))
     here.compare("files", "splits", start.get("splits"), plan.splits.record)
     here.compare("files", "parameters", start.get("parameters"), dict(plan.parameters))
     here.compare("counts", "facts", start.get("facts"), dict(plan.env.facts(len(subject.agents))))

@@ -213,6 +213,7 @@ def _subject(run: Run, config: Config, plan: Plan, lines: Sequence[Record], foun
         journal=nobody,
         certify=plan.splits.certify,
         pool=plan.splits.record["certify"]["sha256"],
+        probe_pool=plan.splits.record["probe"]["sha256"],
         certificate=config.certificate,
     )
     return Subject(

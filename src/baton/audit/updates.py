@@ -220,6 +220,9 @@ class Updates:
                 "a published candidate is compared where pairs are configured, no other is: pairs",
                 line.get("pairs"),
             )
+        if (line.get("surrogate") is not None) != (self.subject.world.certificate.surrogate and is_accepted):
+            what = "an accepted update has one where it is configured, no other has: surrogate"
+            here.wrong("surrogate", what, line.get("surrogate"))
         version = update.version
         self.subject.found.ok("verdicts")
         here.compare("verdicts", "word", line["word"], word)

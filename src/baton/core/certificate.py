@@ -237,6 +237,9 @@ def bernstein_n(level: float, *, share: float = 1.0) -> int:
 
 # ---- what a run can show (3.6) -----------------------------------------------------------------------------
 
+FEWEST_PROMPTS = 500
+"""Probe prompts below which a surrogate is not computed (3.6)."""
+
 
 def measured(
     candidate: Sequence[float | None],
@@ -298,45 +301,68 @@ def surrogate_terms(
 
 def surrogate(
     log_ratio_Nm: Float[Tensor, "N m"],
-    returns_N: Float[Tensor, " N"],
+    returns: Sequence[float | None],
     values_Nm: Float[Tensor, "N m"],
     *,
     low: float,
     high: float,
     level: float,
     looks: int = 5,
-    fewest: int = 500,
+    fewest: int = FEWEST_PROMPTS,
 ) -> Certificate:
     """LCB(G) - P - width UCB(zeta_trunc) of an update of one agent, from one episode of the promoted team per probe prompt:
     P = 0 where it speaks at most m = 1 times, else UCB(P_mean) (3.5, 3.6).
 
-    Empirical Bernstein, `level` split evenly over terms and the `looks` candidates judged on these episodes. The baseline V
-    was not trained on them and is clipped to [low, high]. Below `fewest` prompts, or where the range term alone outweighs
-    every gain, it is void and not computed.
+    Empirical Bernstein, `level` split evenly over terms and the `looks` candidates judged on these episodes; prompts may be
+    drawn without replacement (docs/equations.md). The baseline V was not trained on them and is clipped to [low, high]. None
+    is a missing return: it counts as whichever of `low` and `high` makes the gain of its own episode smaller, so the bound
+    holds whatever it was. Below `fewest` prompts, or where the range term alone outweighs every gain, it is void and not
+    computed.
 
     Raises:
-        NonFiniteError: a NaN, or a ratio of +inf.  ConfigError: not low < high, or looks below 1.
+        DataError: returns of another number.  NonFiniteError: a NaN, or a ratio of +inf.  ConfigError: not low < high, or
+        looks below 1.
     """
     (n, m), width, confidence = log_ratio_Nm.shape, high - low, 1.0 - level
     _require_range(low, high)
     if looks < 1:
         raise ConfigError(f"looks {looks}: need at least 1")
-    if not bool((log_ratio_Nm < math.inf).all()) or bool(torch.isnan(values_Nm).any() | torch.isnan(returns_N).any()):
+    if len(returns) != n:
+        raise DataError(f"{len(returns)} returns of {n} episodes; give one each, None where it is missing")
+    given_N = torch.tensor([low if r is None else r for r in returns], dtype=torch.float64)
+    if not bool((log_ratio_Nm < math.inf).all()) or bool(torch.isnan(values_Nm).any() | torch.isnan(given_N).any()):
         raise NonFiniteError("a log-ratio of a message is NaN or +inf, or a return or baseline is NaN")
     each = level / (looks * (2 if m == 1 else 3))
     if n < (needed := max(fewest, bernstein_n(each))):
         return void("surrogate", "too_few_samples", n=n, confidence=confidence, needed=needed)
-    if not bool(((returns_N >= low) & (returns_N <= high)).all()):
+    if not bool(((given_N >= low) & (given_N <= high)).all()):
         return void("surrogate", "reward_out_of_range", n=n, confidence=confidence)
-    gain, lost, apart = surrogate_terms(log_ratio_Nm, returns_N, values_Nm.clamp(low, high))
-    mean, sure = float(gain.mean()), float(bernstein_bound(gain, reach=2.0 * m * width, level=each))
+    values_Nm = values_Nm.clamp(low, high)
+    _, lost, apart = surrogate_terms(log_ratio_Nm, given_N, values_Nm)
+    # The gain of an episode is -lost R + constant.
+    is_real = torch.tensor([r is not None for r in returns])
+    worst_N = torch.where(is_real | (lost <= 0.0), given_N, high)
+    gain, _, _ = surrogate_terms(log_ratio_Nm, worst_N, values_Nm)
+    sure = float(bernstein_bound(gain, reach=2.0 * m * width, level=each))
+    mean, imputed = float(gain[is_real].sum()) / n, float(gain[~is_real].sum()) / n
     zeta = max(0.0, -float(bernstein_bound(-lost, reach=2.0 * m, level=each)))
     drift = 0.0 if m == 1 else -2.0 * float(bernstein_bound(-apart[:, :-1].sum(1), reach=m - 1.0, level=each))
     terms = (
         Term(name="held-out gain", value=mean, basis="measured", note=f"{n} prompts"),
-        Term(name="sampling", value=sure - mean, basis="bounded", note="empirical Bernstein"),
+        Term(
+            name="imputation",
+            value=imputed,
+            basis="bounded",
+            note=f"{n - int(is_real.sum())} returns missing, each against the claim",
+        ),
+        Term(name="sampling", value=sure - mean - imputed, basis="bounded", note="empirical Bernstein"),
         Term(name="truncation", value=-width * zeta, basis="measured", note="upper end"),
-        Term(name="drift", value=-width * drift, basis="bounded" if m == 1 else "measured", note=f"at most {m} own turns"),
+        Term(
+            name="drift",
+            value=-width * drift if drift else 0.0,
+            basis="bounded" if m == 1 else "measured",
+            note=f"at most {m} own turns",
+        ),
     )
     return concluded("surrogate", terms, n=n, confidence=confidence)
 

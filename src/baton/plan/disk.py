@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from baton import records
+from baton.algorithms import surrogate
 from baton.assemble import Plan as Prepared
 from baton.journal import kept_files
 from baton.plan.members import Member
@@ -52,8 +53,12 @@ def record(prepared: Prepared, team: Sequence[Member], update: Rehearsal) -> Rec
         return version[agent] if "/v" in path else _blocks(masters[agent]) if "-start." in path else training[agent]
 
     state = sum(held(path) for path in kept_files(points, config.checkpoint))
+    typical = names[len(names) // 2]
+    used = {"train": update.train, "probe": update.probe_until[typical]}
+    if config.certificate.plays_out(config.gate):
+        used["restated"] = _restated(update.probe, typical)
     logs = {
-        "episodes": _episodes_bytes(prepared, {"train": update.train, "probe": update.probe_until[names[len(names) // 2]]}),
+        "episodes": _episodes_bytes(prepared, used),
         "divergences": _blocks(3_000 + 9 * max(probe.n_act for probe in update.probes.values())),
         "journal": 3_000 + 400 * len(names),
     }
@@ -78,6 +83,12 @@ def record(prepared: Prepared, team: Sequence[Member], update: Rehearsal) -> Rec
         "most": state + rows + max(version[n] + training[n] for n in names),
         "written": rows + sum(counts[n] * (version[n] + training[n]) for n in names),
     }
+
+
+def _restated(probe: Sequence[Episode], agent: AgentId) -> tuple[Episode, ...]:
+    """What is kept of a candidate's own log-probabilities, with made-up ones that are not those of the episodes."""
+    own = [[t.logprobs[::-1] for t in e.turns if t.agent == agent] for e in probe]
+    return tuple(surrogate.restate(probe, agent, 1, own))
 
 
 def _blocks(size: int) -> int:

@@ -74,7 +74,7 @@ def memory_terms(
     searched: tuple[Phase, ...] = AWAKE if options.backtrack.tries > 1 else ("gate", "commit")
     is_searched = options.looks > 1
     has_start = options.name == "independent" or bool(pairs.stage_pairs and moved)
-    played: tuple[Phase, ...] = ("order", "sample", *(("commit",) if pairs.update_pairs else ()))
+    played: tuple[Phase, ...] = ("order", "sample", *(("commit",) if pairs.update_pairs or pairs.surrogate else ()))
     # An adapter's slot gets new tensors every time; a slot that was emptied too.
     is_new = mover.leaves or mover.lora is not None or mover.agent not in moved
     return [

@@ -30,7 +30,8 @@ class Rehearsal:
     probe: tuple[Episode, ...]
     """Whole episodes."""
     probe_until: Mapping[AgentId, tuple[Episode, ...]]
-    """The probe episodes as each trained agent's gate has them played: to the last turn that it can have."""
+    """The probe episodes as each trained agent's gate has them played: to the last turn that it can have, or (surrogate) to
+    the end."""
     batches: Mapping[AgentId, AdvantageBatch]
     """Own rows of every agent whose weights are here, a frozen one's too."""
     probes: Mapping[AgentId, TokenBatch]
@@ -107,11 +108,11 @@ def rehearsed(prepared: Prepared, answer_tokens: int | None = None) -> Rehearsal
             rows = [t for e, _ in probe for t in batching.trajectories(e, seat.agent)]
             told = batching.token_batch(rows, temperature=seat.temperature)
             probes[seat.agent] = probe_states(told, config.gate, at=("plan", seat.agent)).batch
-    own = prepared.protocol.own_turns
+    own, is_whole = prepared.protocol.own_turns, config.certificate.plays_out(config.gate)
     return Rehearsal(
         train=tuple(train),
         probe=tuple(e for e, _ in probe),
-        probe_until={name: tuple(_until(e, waves, name, own) for e, waves in probe) for name in trained},
+        probe_until={name: tuple(e if is_whole else _until(e, waves, name, own) for e, waves in probe) for name in trained},
         batches=batches,
         probes=probes,
         expected={seat.agent: why for seat, (_, why) in zip(prepared.seats, messages, strict=True)},

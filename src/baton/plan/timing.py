@@ -75,6 +75,8 @@ def record(prepared: Prepared, team: Sequence[Member], update: Rehearsal, report
         stage["order"] = collected * measured_on / len(update.train) + scored
     if most := pair_episodes(config.certificate, len(trained)):
         stage["pairs, at most"] = most * collected / len(update.train)
+    if config.certificate.plays_out(config.gate):  # own messages of the probe episodes, by the decoding loop once more
+        stage["surrogate"] = sum(played(update.probe, by=frozenset({m.agent})) for m in trained)
     total = sum(stage.values())
     # A backward is two forwards, of an adapter about one; a mask over the whole batch takes a forward of its own.
     more = 1 if a.objective.loss(penalty=0.0).needs_batch else 0

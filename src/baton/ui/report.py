@@ -783,7 +783,7 @@ def _certificates(view: View) -> str:
         "always <b>void</b>: it rests on terms that are assumed, not measured. Nothing is concluded from it; what baton "
         "states of an update is that it stayed inside its trust region on the probe prompts."
     )
-    intro = _paired(view) + intro
+    intro = _shown(view) + intro
     if not view.stages:
         return intro + _note("No stage is complete yet.")
     bounded = [stage for stage in view.stages if stage["achieved"]]
@@ -828,26 +828,41 @@ def _certificates(view: View) -> str:
     )
 
 
-def _paired(view: View) -> str:
-    """What pairs of episodes show; nothing where none were played."""
-    shown = [row for row in certificates.rows(view.updates, view.stages) if row[2] == "measured"]
+def _shown(view: View) -> str:
+    """What pairs of episodes and probe episodes show; nothing where none were asked."""
+    shown = [row for row in certificates.rows(view.updates, view.stages) if row[2] != "published"]
     if not shown:
         return ""
-    pairs = [record["pairs"] for record in (*view.updates, *view.stages) if record.get("pairs")]
-    pools = ", ".join(sorted({found["pool"][:12] for found in pairs}))
+    sources = {
+        "measured": (
+            "episodes of both teams on the same prompts",
+            certificates.pools_of("pairs", view.updates, view.stages),
+        ),
+        "surrogate": (
+            "probe episodes of the promoted team, weighted by how much likelier the candidate makes their messages",
+            certificates.pools_of("surrogate", view.updates),
+        ),
+    }
+    of = "; ".join(
+        f"<b>{kind}</b>, from {what}, for the prompt pool {text(', '.join(pools))}"
+        for kind, (what, pools) in sources.items()
+        if pools
+    )
     note = _note(
-        "Lower bounds on the gain in mean reward, from episodes of both teams on the same prompts. They speak for the "
-        f"prompt pool {text(pools)} and for nothing else; <b>inconclusive</b> means that no gain is shown."
+        f"Lower bounds on the gain in mean reward: {of}. They speak for nothing else; <b>inconclusive</b> means that no "
+        "gain is shown, <b>void</b> that nothing is said."
     )
     rows = [[text(cell) for cell in row] for row in shown]
-    told = [
-        f"<li>Stage {stage['stage']}: {text(certificates.statement(stage['pairs'], 'stage'))}</li>"
-        for stage in view.stages
-        if stage.get("pairs")
+    told = [(f"Stage {s['stage']}", certificates.statement(s["pairs"], "stage")) for s in view.stages if s.get("pairs")]
+    told += [
+        (f"Stage {u['stage']}, {u['agent']}", "; ".join(certificates.surrogate_lines(u["surrogate"])))
+        for u in view.updates
+        if u.get("surrogate") and u["surrogate"]["gain"]["verdict"] != "void"
     ]
+    listed = "".join(f"<li>{text(who)}: {text(what)}</li>" for who, what in told)
     return (
-        f"<h3>Measured</h3>{note}{_table(list(certificates.HEAD), rows, right=(0, 3, 5, 6, 7))}"
-        f"<ul>{''.join(told)}</ul><h3>Published</h3>"
+        f"<h3>Shown</h3>{note}{_table(list(certificates.HEAD), rows, right=(0, 3, 5, 6, 7))}"
+        f"<ul>{listed}</ul><h3>Published</h3>"
     )
 
 
