@@ -625,3 +625,34 @@ def test_a_vocabulary_of_fifty_thousand_is_projected_in_a_moment() -> None:
     new, w = divergence.project(pre, current, radius=0.01)
     assert bool(((w > 0.5) & (w < 1.0)).all())
     assert (divergence.kl(new.double(), current.double()) - 0.01).abs().max() < 1e-4
+
+
+# ---- giving up ---------------------------------------------------------------------------------------------
+
+
+@given(data=st.data(), level=st.sampled_from([0.05, 0.05 / 3]), width=st.sampled_from([1.0, 2.0]))
+def test_whoever_gives_up_could_not_have_been_convinced_by_what_was_hoped_for(
+    data: st.DataObject, level: float, width: float
+) -> None:
+    n, count = data.draw(st.integers(1, 80)), data.draw(st.integers(1, 200))
+    d = [width * v for v in data.draw(st.lists(st.sampled_from([-1.0, 0.0, 0.0, 0.5, 1.0]), min_size=n, max_size=n))]
+    got = certificate.may_still_show(torch.tensor(d, dtype=F64), count=count, width=width, level=level)
+    # The slow twin: the wealth of the pairs so far and of those to come, one at a time.
+    done = max(slow.wealth(d, 0.0, width=width, level=level)) >= 1.0 / level
+    if n >= count or done:
+        assert got == (n < count)
+        return
+    x = [(v / width + 1.0) / 2.0 for v in d]
+    squares = sum((x[t] - (0.5 + sum(x[: t + 1])) / (t + 2)) ** 2 for t in range(n))
+    error = 2.0 * width * math.sqrt((0.25 + squares) / (n + 1) / n)
+    hoped = min(width, sum(d) / n + 2.0 * error)
+    peak = max(slow.wealth([*d, *[hoped] * (count - n)], 0.0, width=width, level=level)) * level
+    assume(abs(peak - 1.0) > 1e-9)
+    assert got == (peak > 1.0)
+
+
+def test_more_pairs_and_more_hope_never_make_it_give_up_sooner() -> None:
+    d = torch.tensor([0.0] * 60 + [1.0] * 4, dtype=F64)
+    answers = [certificate.may_still_show(d, count=n, width=1.0, level=0.05) for n in (65, 100, 200, 400)]
+    assert answers == sorted(answers) and answers[-1] and not answers[0]
+    assert not certificate.may_still_show(-d, count=400, width=1.0, level=0.05)

@@ -52,6 +52,7 @@ def moved(stage: worlds.Stage, agent: str, by: float) -> dict[str, Any]:
 
 def compared(stage: worlds.Stage, count: int, claim: pairs.Claim = NEVER, **options: Any) -> tuple[PairsReport, list[Pair]]:
     """Pairs of the promoted team and of the candidate of b."""
+    options = {"give_up": False, **options}
     world = replace(stage.world, certify=distinct(stage), certificate=CertificateOptions(update_pairs=count, **options))
     now = stage.position.team.versions
     return asyncio.run(
@@ -273,8 +274,11 @@ def test_harm_is_rarely_seen_where_there_is_none() -> None:
     stage.train(2)
     now = stage.world.trainees["b"].learner.weights()
     asyncio.run(stage.world.sampler.publish("b", "candidate", now, 9))
-    report, _ = compared(stage, 256, pairs.update_claim(CertificateOptions(update_pairs=256), n_agents=2, stage=1))
+    usual = pairs.update_claim(CertificateOptions(update_pairs=256), n_agents=2, stage=1)
+    report, _ = compared(stage, 256, usual)
     assert (report.n, report.discordance, report.parted) == (256, 0.0, 0.0)
+    report, _ = compared(stage, 256, usual, give_up=True)
+    assert (report.n, report.gain.verdict, report.harm.verdict) == (64, "inconclusive", "inconclusive")
     assert report.gain.verdict == report.harm.verdict == "inconclusive"
 
 

@@ -346,6 +346,10 @@ class CertificateOptions(_Options):
     method: Literal["betting", "bernstein"] = Field(
         default="betting", description="bound of the gain: betting may stop early, bernstein plays all pairs"
     )
+    give_up: bool = Field(
+        default=True,
+        description="stop playing pairs once neither a gain nor a harm could be shown by the last of them (betting only)",
+    )
     surrogate: bool = Field(
         default=False,
         description="bound an accepted update's gain from its probe episodes, which are then played to the end and graded; "
@@ -369,7 +373,7 @@ class CertificateOptions(_Options):
             if 0 < value < FEWEST_PAIRS:
                 raise ValueError(f"{name} = {value}: below {FEWEST_PAIRS} pairs show almost nothing; raise it or set 0")
         if not self.update_pairs and not self.stage_pairs:
-            unread = ("coupling", "method") if self.surrogate else ("coupling", "method", "delta", "run_level")
+            unread = ("coupling", "method", "give_up", *(() if self.surrogate else ("delta", "run_level")))
             for name in unread:
                 if getattr(self, name) != type(self).model_fields[name].default:
                     other = ", or surrogate" if name in ("delta", "run_level") else ""

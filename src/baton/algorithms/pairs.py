@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from baton.algorithms.options import CertificateOptions
 from baton.algorithms.state import Pair, PairsReport, World
 from baton.core import certificate
@@ -81,13 +83,45 @@ async def compare(
         others = await world.table.play(wave, address=apart, versions=other, slots=slots, tick=tick, beside=beside)
         found += [Pair(promoted=a, beside=b) for a, b in zip(played, others, strict=True)]
         report = judged(found, options, claim, reward_range=world.reward_range, changed=tuple(slots), pool=world.pool)
-        if len(found) == count or is_decided(report, options):
+        if len(found) == count or is_over(found, report, options, claim, count=count, reward_range=world.reward_range):
             return report, found
 
 
-def is_decided(report: PairsReport, options: CertificateOptions) -> bool:
-    """No further pair is needed: harm or a gain is shown. A bound for a fixed n is asked once, behind the last pair."""
-    return options.method == "betting" and "positive" in (report.gain.verdict, report.harm.verdict)
+def is_over(
+    pairs: Sequence[Pair],
+    report: PairsReport,
+    options: CertificateOptions,
+    claim: Claim,
+    *,
+    count: int,
+    reward_range: tuple[float, float],
+) -> bool:
+    """No further pair is played: harm or a gain is shown, or neither could be by the `count`-th pair. A bound for a fixed n
+    is asked once, behind the last pair."""
+    if options.method != "betting":
+        return False
+    if "positive" in (report.gain.verdict, report.harm.verdict):
+        return True
+    if not options.give_up:
+        return False
+    low, high = reward_range
+    newer, older = _sides(pairs, low, claim)
+    return not any(
+        certificate.may_still_show(
+            torch.tensor([(low if a is None else a) - (high if b is None else b) for a, b in zip(one, other, strict=True)]),
+            count=count,
+            width=high - low,
+            level=level,
+        )
+        for one, other, level in ((newer, older, claim.gain), (older, newer, claim.harm))
+    )
+
+
+def _sides(pairs: Sequence[Pair], low: float, claim: Claim) -> tuple[list[float | None], list[float | None]]:
+    """Returns of the newer team and of the older one."""
+    returns = [_returns(p, low) for p in pairs]
+    beside, promoted = [b for _, b in returns], [a for a, _ in returns]
+    return (beside, promoted) if claim.is_newer_beside else (promoted, beside)
 
 
 def judged(
@@ -101,9 +135,7 @@ def judged(
 ) -> PairsReport:
     """What these pairs show: the gain, and the harm, of the newer team."""
     low, high = reward_range
-    returns = [_returns(p, low) for p in pairs]
-    beside, promoted = [b for _, b in returns], [a for a, _ in returns]
-    newer, older = (beside, promoted) if claim.is_newer_beside else (promoted, beside)
+    newer, older = _sides(pairs, low, claim)
     compared = [_tokens(p.promoted, p.beside, changed) for p in pairs]
     tokens = sum(n for n, _ in compared)
     return PairsReport(

@@ -69,12 +69,15 @@ class Comparisons:
         def report(part: Sequence[Pair]) -> PairsReport:
             return pairs.judged(part, options, claim, reward_range=world.reward_range, changed=changed, pool=world.pool)
 
+        def is_over(part: Sequence[Pair]) -> bool:
+            return pairs.is_over(part, report(part), options, claim, count=count, reward_range=world.reward_range)
+
         for looked in range(pairs.WAVE, n, pairs.WAVE):
-            if pairs.is_decided(report(played[:looked]), options):
+            if is_over(played[:looked]):
                 here.wrong("pairs", f"{looked} pairs decided already, and more were played", n, looked)
                 break
         whole = report(played)
-        if n < count and (n % pairs.WAVE or not pairs.is_decided(whole, options)):
+        if n < count and (n % pairs.WAVE or not is_over(played)):
             here.wrong("pairs", "nothing was decided yet, and no more pairs were played", n, count)
         return whole, played
 

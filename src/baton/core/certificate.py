@@ -216,6 +216,21 @@ def betting_bound(d: Float[Tensor, "*runs n"], *, width: float, level: float) ->
     return low
 
 
+def may_still_show(d: Float[Tensor, " n"], *, count: int, width: float, level: float, errors: float = 2.0) -> bool:
+    """Whether the pairs up to the `count`-th may still make the wealth reach 1/level: they would if each of them were as far
+    above the mean so far as `errors` standard errors (with the variance that bets rest on, which is never 0). To stop where
+    they would not is to look and leave: it costs power, and no certificate is wrong more often for it."""
+    n = d.shape[-1]
+    if bool(log_wealth(d, 0.0, width=width, level=level).amax() >= -math.log(level)) or n >= count:
+        return n < count
+    x = (d.double() / width + 1.0) / 2.0
+    t = torch.arange(1, n + 1, dtype=torch.float64)
+    variance = float((0.25 + (x - (0.5 + x.cumsum(-1)) / (t + 1.0)).square().sum()) / (n + 1.0))
+    hoped = min(width, float(d.double().mean()) + errors * 2.0 * width * math.sqrt(variance / n))
+    ahead = torch.cat([d.double(), torch.full((count - n,), hoped, dtype=torch.float64)])
+    return bool(log_wealth(ahead, 0.0, width=width, level=level).amax() >= -math.log(level))
+
+
 def bernstein_bound(values: Float[Tensor, "*runs n"], *, reach: float, level: float) -> Float[Tensor, "*runs"]:
     """mean - sqrt(2 s^2 ln(2/level)/n) - 7 reach ln(2/level)/(3(n-1)): a lower bound of the mean at one n that was fixed
     before (arXiv 0907.3740; 3.6, G32). `reach`: length of the range of values.  Raises MissingError at n < 2."""
