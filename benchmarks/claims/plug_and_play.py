@@ -14,12 +14,12 @@ but the code of another team: able, and foreign. Then, each from the same traine
 - scratch: the same mixed team from its own warm starts in the team's code, trained on as many episodes as the team before
   and after the swap together.
 
-Measured on the same test prompts: before, right after, and after MORE further stages. The primary contrast is distill minus
-raw, right after, on the relay. Bars, all on the relay: raw falls to at most chance and .1 more; distill loses at most .05 and
-mixture at most .02 right after (ends of the paired intervals), and no newcomer is refused; distilled and trained on, the team
-is not below what it was (lower end of the difference above -.02). And the third seat's weights are the same bytes after every
-swap. TeamTR reports a shock of 18 points raw and 3 aligned; the SAT paper +10.4 points for two stronger seats. The last line
-is JSON; the exit code is 0 only if all bars hold.
+Measured on the same test prompts: before, right after, and after MORE further stages. The primary contrast is distill
+minus raw, right after, on the relay. Bars, all on the relay: raw falls to at most chance and .1 more; distill loses at most
+.05 and mixture at most .02 right after (ends of the paired intervals), and no newcomer is refused; distilled and trained on,
+the team is not below what it was (lower end of the difference above -.02). And the third seat's weights are the same bytes
+after every swap. TeamTR reports a shock of 18 points raw and 3 aligned; the SAT paper +10.4 points for two stronger seats.
+The last line is JSON; the exit code is 0 only if all bars hold.
 """
 
 from __future__ import annotations
