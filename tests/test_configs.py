@@ -587,3 +587,11 @@ def test_a_missing_key_beside_a_misspelt_one_names_both() -> None:
     tree["agents"][0]["radius"] = {"tokn": 0.1, "message_mean": 0.1}
     with pytest.raises(ConfigError, match=r"(?s)radius\.token: this key is required.*radius\.tokn: unknown key"):
         parse(tree)
+
+
+@pytest.mark.parametrize(("said", "value"), [(".1", 0.1), ("2.", 2.0), (".5e-2", 0.005)])
+def test_a_number_may_leave_out_the_digit_at_its_point_on_the_command_line(said: str, value: float) -> None:
+    assert parse(_parity(), [f"agents.0.lr={said}"]).agents[0].lr == value
+    for word in ("1.2.3", ".", ".e1"):
+        with pytest.raises(ConfigError, match="lr"):
+            parse(_parity(), [f"agents.0.lr={word}"])

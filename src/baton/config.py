@@ -351,7 +351,9 @@ def _override(tree: dict[str, Any], text: str) -> None:
     try:
         parsed = tomllib.loads(f"x = {value}")["x"]
     except tomllib.TOMLDecodeError:
-        parsed = value.strip()  # a bare word is a text
+        word = value.strip()
+        # A bare word is a text; a number without a digit before or behind its point is a number that TOML does not spell.
+        parsed = float(word) if re.fullmatch(r"[+-]?(\d+\.|\.\d+)([eE][+-]?\d+)?", word) else word
     parts = path.strip().split(".")
     node: Any = tree
     for i, part in enumerate(parts[:-1]):
