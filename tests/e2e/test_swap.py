@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,19 @@ import torch
 import worlds
 
 import baton
-from baton import assemble, records, run
+from baton import assemble, protocols, records, run
 from baton import swap as swaps
+from baton.algorithms import stage0
 from baton.algorithms.stage0 import SwapOptions
 from baton.cli import main
 from baton.config import Config
 from baton.core import divergence
-from baton.engines import mixture
+from baton.engines import mixture, models
+from baton.engines.chat import codec_of
 from baton.errors import BatonError, ConfigError, ModelError, RunError
+from baton.host import complete
 from baton.journal import Run
+from baton.rollout import Play
 
 NEAR = SwapOptions(radius=0.05, contexts=200, steps=300, lr=0.2)
 """A table learns its four states from anything."""
@@ -379,3 +384,85 @@ def test_a_model_that_is_not_there_is_named_before_anything_plays(tmp_path: Path
         assert model in str(error.value)
     with pytest.raises(BatonError):
         swaps.swap(tmp_path / "no run", "second", "tiny:64k")
+
+
+# ---- the same transcript, read by another model --------------------------------------------------------------------------
+
+
+def retold(folder: Path, *, template: str = "", shuffled: bool = False) -> Path:
+    """A tiny model with another chat template, or with ids that mean other characters."""
+    source = models.resolve("tiny:64k", seed=77)
+    for path in source.iterdir():
+        (folder / path.name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path.name).write_bytes(path.read_bytes())
+    if template:
+        told = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        (folder / "tokenizer_config.json").write_text(json.dumps({**told, "chat_template": template}), encoding="utf-8")
+    if shuffled:
+        told = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        vocabulary: dict[str, int] = told["model"]["vocab"]
+        vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+        (folder / "tokenizer.json").write_text(json.dumps(told, ensure_ascii=False), encoding="utf-8")
+    return folder
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + '* ' + m['content'] }}"
+    "{% if m['role'] == 'assistant' %}{{ '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def test_a_newcomer_with_another_template_reads_the_same_states_in_its_own_prompts(tmp_path: Path) -> None:
+    codec, other = (
+        codec_of(folder) for folder in (models.resolve("tiny:64k", seed=1), retold(tmp_path / "t", template=TEMPLATE))
+    )
+    assert codec is not other and swaps.same_tokens(codec, other)
+    assert not swaps.same_tokens(codec, codec_of(retold(tmp_path / "s", shuffled=True)))
+    agents = ["first", "second"]
+    for protocol in (protocols.ChainOptions(rounds=2), protocols.DebateOptions(rounds=2)):
+        plan = assemble.prepare(worlds.relay("protocol=" + toml(protocol)), root=Path.cwd())
+        crew = assemble.crew(plan.config, {n: plan.bases[n] for n in plan.local}, learners=[])
+        table, tasks = assemble.table(plan, crew.sampler, None), plan.splits.train[:6]
+        versions = dict.fromkeys(agents, 0)
+        episodes = complete(table.play([Play(task=t) for t in tasks], address=("x",), versions=versions))
+        was = plan.seats[1]
+        now = replace(was, codec=other)
+        named = {t.id: t for t in tasks}
+        pair = stage0.contexts(episodes, named, protocol=plan.protocol, was=was, seat=now, index=1)
+        own = [turn for e in episodes for turn in e.turns if turn.seat == 1]
+        assert pair.incumbent.n_act == pair.newcomer.n_act == sum(len(turn.ids) for turn in own)
+        # The same sampled ids, state by state, behind other prompts.
+        assert torch.equal(pair.incumbent.ids[pair.incumbent.mask], pair.newcomer.ids[pair.newcomer.mask])
+        star = other.tokens["*"]
+        assert (pair.newcomer.ids == star).any() and not (pair.incumbent.ids == star).any()
+        # A prompt is what the newcomer would have been sent in that seat: what was said at the same time is not in it.
+        for e in episodes:
+            again = stage0.read_again(plan.protocol, was, now, 1, e, named[e.task_id])
+            for number, turn in enumerate(again.turns):
+                if turn.seat == 1:
+                    heard = stage0.heard(plan.protocol, was, 1, e, named[e.task_id], number)
+                    assert turn.prompt_ids == other.encode(plan.protocol.messages(named[e.task_id], heard, 1, was.system))
+                    spoke = {t.seat for t in e.turns[len(heard) : number]}
+                    assert spoke <= ({0} if isinstance(protocol, protocols.DebateOptions) else set[int]())
+        said = stage0.messages_of(episodes, named, protocol=plan.protocol, was=was, seat=now, index=1)
+        assert [other.decode(reply) for _, _, reply in said] == [turn.text for turn in own if not turn.cut]
+
+
+def test_a_newcomer_with_another_template_learns_the_projection_and_takes_the_seat(tmp_path: Path) -> None:
+    config = worlds.relay("algorithm.stages=2", "eval.episodes=20")
+    home = trained(tmp_path / "run", config, 1).path
+    folder = retold(tmp_path / "other", template=TEMPLATE)
+    options = SwapOptions(radius=0.5, contexts=100, steps=150, rounds=2, lr=3e-3)
+    record = swaps.swap(home, "second", str(folder), options=options)
+    first, last = record["rounds"][0], record["rounds"][-1]
+    assert record["gate"]["passed"] and last["last_loss"] < first["first_loss"]
+    assert len(run.train(stopped(config, 2), run=home, resume=True).updates) == 2
+    with pytest.raises(ConfigError, match="other tokens"):
+        swaps.swap(home, "second", str(retold(tmp_path / "strange", shuffled=True)), options=options)
+
+
+def toml(options: Any) -> str:
+    """A table as `--set` takes it."""
+    pairs = options.model_dump(mode="json").items()
+    return "{" + ", ".join(f"{k}={json.dumps(v)}" for k, v in pairs) + "}"
