@@ -1,4 +1,4 @@
-"""Advantages along a chain: golden values of SAO (G2-G5, G12-G15, G35, G36), the slow twin, and what must not matter (T14)."""
+"""Advantages along a chain: golden values of SAO (G2-G5, G12-G15, G35, G36), the slow twin, what must not matter (T14)."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 Eq. 4-5; ALGORITHMS 4.2, 6.4).
 
 Axes: B rows, T tokens. A chain is the action tokens of a row, where `mask_BT` is True: of one agent (the own chain, C2), or
-of all agents of a team (C1). Everything else is skipped: what lies between two of its tokens, a tool's answer or a teammate's
+of all agents of a team (C1). The rest is skipped: what lies between two of its tokens, a tool's answer or a teammate's
 turn, is one step, however long, and no value there can reach a result. V of a token is the critic's at the prefix before.
 """
 
