@@ -31,7 +31,7 @@ from baton.engines import mixture
 from baton.engines.chat import ChatCodec
 from baton.engines.engine import Codec
 from baton.envs.pool import GraderPool
-from baton.errors import BatonError, ConfigError, RunError, UnsupportedError
+from baton.errors import BatonError, ConfigError, Interrupted, RunError, UnsupportedError
 from baton.evaluation import test_tasks
 from baton.host import Reporter, Silent, Stop, complete, stoppable
 from baton.journal import BEFORE, SWAPS, Run, current, open_run, saved_state, write_team
@@ -293,8 +293,8 @@ async def exchange(
         records.sync_folder(target.parent)
         records.write_text(run.home / SWAPS / "current", f"{number:03d}\n")
         return {"accepted": True, "run": str(target), **record}
-    except (BatonError, KeyboardInterrupt) as error:
-        if raises or not isinstance(error, Refused | ConfigError | RunError | ValueError):
+    except BatonError as error:
+        if raises or isinstance(error, Interrupted):
             raise
         reporter.say(f"no swap: {error}")
         return {"accepted": False, "agent": agent, "model": model, "mode": options.mode, "why": str(error)}
