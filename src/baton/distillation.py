@@ -117,7 +117,7 @@ def distill(
         ConfigError, ModelError, DataError: it cannot be done; the folder is as it was.
         RunError: there is no started run, or the folder cannot be written.
     """
-    reporter, target, run = reporter or Silent(), Path(folder), open_run(path)
+    reporter, target, run = reporter or Silent(), Path(folder).resolve(), open_run(path)
     _check_target(target, run)
     with stoppable(reporter) as stop:
         plan = assemble.prepare(run.config, root=Path(run.start["root"]), own=run.origins)
@@ -138,9 +138,9 @@ def _check_target(target: Path, run: Run) -> None:
         raise ConfigError(f"-o {target}: it is a file; name a folder that is not there yet")
     if target.is_dir() and (there := sorted(p.name for p in target.iterdir())):
         raise ConfigError(f"-o {target}: it holds {there[0]}{' and more' if there[1:] else ''}; choose another folder")
-    if run.home.resolve() in (target.resolve(), *target.resolve().parents):
+    if run.home.resolve() in target.parents:
         raise ConfigError(f"-o {target}: it lies in the run {run.home}, which is not written; choose a folder outside")
-    nearest = next(p for p in (target, *target.absolute().parents) if p.exists())
+    nearest = next(p for p in target.parents if p.exists())
     if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
         raise ConfigError(f"-o {target}: {nearest} cannot be written; choose another folder")
 
@@ -243,7 +243,7 @@ def _why_alone(config: Config, options: DistillOptions, able: set[AgentId]) -> s
         return "a transcript has several speakers, and none whose law goes on from the student's words"
     speakers = _last_speakers(config)
     if able.isdisjoint(speakers):
-        return f"{' and '.join(speakers)} spell with other tokens than the student, or are mixtures of two models"
+        return f"no last speaker ({', '.join(speakers)}) has the student's tokens, or each is a mixture of two models"
     return None
 
 
@@ -538,7 +538,7 @@ class _Work:
     def _write(self, record: Record, weights: Weights) -> None:
         """The student's folder, whole or not at all. Raises RunError where what was written is not what was taught."""
         partial = self.target.with_name(f".{self.target.name}.partial")
-        made = [p for p in self.target.absolute().parents if not p.exists()]
+        made = [p for p in self.target.parents if not p.exists()]
         crew = self.bench.student
         try:
             shutil.rmtree(partial, ignore_errors=True)

@@ -203,7 +203,7 @@ def test_a_student_with_other_tokens_imitates_alone(models: Run, tmp_path: Path)
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     record = distill(models.path, str(other), tmp_path / "student", options=SMALL)
-    assert "other tokens" in record["on_policy"]["why_not"]
+    assert "no last speaker (second) has the student's tokens" in record["on_policy"]["why_not"]
     assert record["on_policy"]["rounds"] == []
 
 
