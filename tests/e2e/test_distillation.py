@@ -178,6 +178,14 @@ def test_a_student_of_models_is_a_plain_folder_that_evaluates_as_it_was_measured
     assert record["on_policy"]["rounds"][0]["messages"] == 16
 
 
+def test_a_teacher_goes_along_no_further_than_it_ever_spoke(models: Run, tmp_path: Path) -> None:
+    options = SMALL.model_copy(update={"max_new_tokens": 3, "steps": 1})
+    record = distill(models.path, "tiny:64k", tmp_path / "student", options=options)
+    (only,) = record["on_policy"]["rounds"]
+    assert only["states"] == only["messages"] == 16, "its seat has one token; its law after that was never trained"
+    assert record["tokens"]["sampled"] > 16
+
+
 def test_a_transcript_is_the_teams_messages_a_line_each(models: Run, tmp_path: Path) -> None:
     options = SMALL.model_copy(update={"says": "transcript", "steps": 60, "prompts": 160, "lr": 3e-3})
     record = distill(models.path, "tiny:64k", tmp_path / "student", options=options)
