@@ -813,10 +813,11 @@ def undone_lines(record: Record) -> list[str]:
 def distill_lines(record: Record) -> list[str]:
     """A team and the one model that was taught it, on the same prompts: accuracy, what an answer costs, what was kept."""
     size, imitation, rounds = record["parameters"], record["imitation"], record["on_policy"]["rounds"]
+    # Tables have no parameters.
+    own, theirs = (f" ({n:,} parameters)" if n else "" for n in (size["student"], size["team"]))
     kept_of = "" if record["options"]["keep"] == "all" else " of the highest reward"
     lines = [
-        f"{record['model']} ({size['student']:,} parameters) after a {record['protocol']} of {len(record['versions'])} "
-        f"({size['team']:,})",
+        f"{record['model']}{own} after a {record['protocol']} of {len(record['versions'])}{theirs}",
         f"imitation: {imitation['steps']} steps on {imitation['messages']} plays of the team{kept_of}, held-out accuracy "
         f"{decimal(imitation['accuracy'][0][1])} -> {decimal(imitation['accuracy'][-1][1])}",
     ]
