@@ -70,7 +70,7 @@ class DistillOptions(BaseModel):
     batch: int = Field(default=64, ge=1, description="messages per step")
     lr: Literal["auto"] | Annotated[float, Field(gt=0)] = Field(
         default="auto",
-        description="AdamW learning rate of imitation, of which rounds take a third; auto: three times that of its size",
+        description="AdamW learning rate of imitation, of which rounds take a third; auto: 1.5 times that of its size",
     )
     rounds: int = Field(default=8, ge=0, description="rounds of on-policy learning after imitation; 0: imitation alone")
     contexts: int = Field(default=512, ge=1, description="train prompts that team and student play in a round")
@@ -213,7 +213,8 @@ def _pupil(run: Run, bench: Bench, model: str, options: DistillOptions) -> _Pupi
     able = {name for name, other in plan.codecs.items() if same_tokens(codec, other)}
     able -= {name for name in able if not is_table and mixture.is_mixture(run.folder(name))}
     why = _why_alone(config, options, able)
-    lr = 3.0 * assemble.auto_lr(parameters) if options.lr == "auto" else options.lr
+    # Twice this, a warm start's rate, left one tiny student of six guessing for 2,000 steps (docs/log.md, 2026-12-01).
+    lr = 1.5 * assemble.auto_lr(parameters) if options.lr == "auto" else options.lr
     return _Pupil(
         model=model,
         source=source,
