@@ -23,6 +23,7 @@ ADDED_TO_THE_SHELL = frozenset(
         "console",
         "host",
         "journal",
+        "distillation",
         "doctor",
         "plan",
         "records",

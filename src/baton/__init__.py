@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from baton.audit import verify
     from baton.config import Config
     from baton.config import load as load_config
+    from baton.distillation import distill
     from baton.errors import BatonError
     from baton.evaluation import evaluate
     from baton.journal import Run, open_run
@@ -24,6 +25,7 @@ __all__ = [
     "LoadedTeam",
     "Run",
     "Task",
+    "distill",
     "evaluate",
     "load_config",
     "load_team",
@@ -40,6 +42,7 @@ _PLACES = {
     "LoadedTeam": "run",
     "Run": "journal",
     "Task": "types",
+    "distill": "distillation",
     "evaluate": "evaluation",
     "load_config": "config",
     "load_team": "run",

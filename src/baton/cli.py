@@ -11,6 +11,7 @@
     baton plan CONFIG          memory, disk and time of a run, before anything loads
     baton try RUN QUESTION     talk to a run's team
     baton swap RUN AGENT=MODEL another model takes a seat, the others keep theirs
+    baton distill RUN MODEL    teach a run's team to one model that answers alone
 
 Exit codes: 0; 1 something failed on the way (or the doctor or an audit found a fault); 2 bad input, refused before work
 began; 3 the run stalled; 130 interrupted. Bad input and known failures are one line on stderr; a traceback is our fault.
@@ -40,6 +41,7 @@ from baton import plan as planning
 from baton import swap as swaps
 from baton.algorithms.stage0 import MODES, SwapOptions
 from baton.audit import verify
+from baton.distillation import DistillOptions, distill
 from baton.errors import BatonError, ConfigError, DataError, Interrupted, ModelError, RunError, is_text
 from baton.evaluation import evaluate, evaluate_model
 from baton.host import deaf
@@ -266,7 +268,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _tools(command: Callable[..., argparse.ArgumentParser]) -> None:
-    """`config`, `plan`, `try` and `swap`."""
+    """`config`, `plan`, `try`, `swap` and `distill`."""
     settings = command(
         "config",
         _config,
@@ -352,6 +354,38 @@ def _tools(command: Callable[..., argparse.ArgumentParser]) -> None:
         "--live", action="store_true", help="ask the job that runs there: it swaps between two stages and trains on"
     )
     _json(exchange)
+
+    teach = command(
+        "distill",
+        _distill,
+        "teach a run's team to one model that sees the whole question and answers alone, and measure both; the run is only "
+        "read",
+        "baton distill runs/first tiny:195k -o student",
+    )
+    teach.add_argument("run", metavar="RUN", help="run directory")
+    teach.add_argument("model", metavar="MODEL", help="what the student begins as, as in agents.model")
+    teach.add_argument(
+        "-o", "--output", metavar="FOLDER", required=True, help="where the student goes: a new or empty folder"
+    )
+    teach.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help=f"of {', '.join(DistillOptions.model_fields)} (repeatable)",
+    )
+    _json(teach)
+
+
+def _distill(arguments: argparse.Namespace) -> int:
+    options = configs.options_of(DistillOptions, arguments.set)
+    with show.Console(sys.stderr if arguments.json else sys.stdout) as console:
+        record = distill(arguments.run, arguments.model, arguments.output, options=options, reporter=console)
+    if arguments.json:
+        print(show.to_json(record, indent=2))
+    else:
+        _print(["", *show.distill_lines(record)])
+    return 0
 
 
 def _swap(arguments: argparse.Namespace) -> int:

@@ -808,3 +808,53 @@ def undone_lines(record: Record) -> list[str]:
         f"{swap['agent']}: {swap['model']} leaves its seat, {swap['model_before']} has it again, bit for bit",
         f"the run stands after stage {record['stages']}; what came after the swap stays in {record['left']}",
     ]
+
+
+# ---- distillation ----------------------------------------------------------------------------------------------
+
+
+def distill_lines(record: Record) -> list[str]:
+    """A team and the one model that was taught it, on the same prompts: accuracy, what an answer costs, what was kept."""
+    size, imitation, rounds = record["parameters"], record["imitation"], record["on_policy"]["rounds"]
+    # Tables have no parameters.
+    own, theirs = (f" ({n:,} parameters)" if n else "" for n in (size["student"], size["team"]))
+    kept_of = "" if record["options"]["keep"] == "all" else " of the highest reward"
+    lines = [
+        f"{record['model']}{own} after a {record['protocol']} of {len(record['versions'])}{theirs}",
+        f"imitation: {imitation['steps']} steps on {imitation['messages']} plays of the team{kept_of}, held-out accuracy "
+        f"{decimal(imitation['accuracy'][0][1])} -> {decimal(imitation['accuracy'][-1][1])}",
+    ]
+    if imitation["longer_than_limit"]:
+        limit = record["options"]["max_new_tokens"]
+        lines.append(f"  {imitation['longer_than_limit']} of them are longer than max_new_tokens = {limit} and were cut")
+    if rounds:
+        lines.append(
+            f"on-policy: {len(rounds)} rounds after {', '.join(record['on_policy']['teachers'])}, KL(teacher || student) "
+            f"{decimal(rounds[0]['first_loss'])} -> {decimal(rounds[-1]['last_loss'])} nats a token"
+        )
+    else:
+        lines.append(f"imitation alone: {record['on_policy']['why_not']}")
+    rows: list[Sequence[str]] = [["", "accuracy", "95 %", "minus the team", "tokens/answer", "read/answer", "failed"]]
+    for row in record["rows"]:
+        lead = row["difference"]
+        rows.append(
+            [
+                row["name"],
+                decimal(row["value"]),
+                _interval(row["low"], row["high"]),
+                "-" if lead is None else f"{-lead[0]:+.3f} {_interval(-lead[2], -lead[1])}",
+                f"{row['tokens_per_answer']:.1f}",
+                f"{row['read_per_answer']:.0f}",
+                str(row["failed"]),
+            ]
+        )
+    kept = record["kept"]
+    shares = ["-" if kept[k] is None else f"{kept[k]:.1%}" for k in ("value", "tokens_per_answer", "read_per_answer")]
+    lines += ["", *table(rows, right=(1, 3, 4, 5, 6)), ""]
+    lines.append(f"the student has {shares[0]} of the team's accuracy, for {shares[1]} of its tokens, reading {shares[2]}")
+    spent = record["tokens"]
+    lines.append(
+        f"tokens: {spent['played']:,} by the team, {spent['sampled']:,} by the student, {spent['trained']:,} read in "
+        "training"
+    )
+    return [*lines, f"prompts of this table: {record['prompts']} of the test set; the student is in {record['folder']}"]

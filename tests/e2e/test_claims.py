@@ -16,6 +16,7 @@ from typing import Any
 import certificates
 import claim
 import conflict
+import distill
 import drift
 import gate_audit
 import monotone
@@ -25,6 +26,7 @@ import pytest
 import relays
 import sat_ablation
 import sizes
+import sums
 import team_vs_one
 import torch
 import worlds
@@ -642,3 +644,43 @@ def test_the_arms_of_a_size_differ_in_the_schedule_alone(name: str) -> None:
     changed = records.differences(one.model_dump(mode="json"), other.model_dump(mode="json"))
     assert [(at, a, b) for at, a, b in changed] == [("algorithm.name", "sat", "joint")]
     assert one.gate.preset == other.gate.preset and all(math.isfinite(one.radius(a).token) for a in one.agents)
+
+
+# ---- distill -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_sums_are_an_environment_whose_every_digit_is_needed() -> None:
+    env = sums.Sums(prompts=400, demonstration_accuracy=0.8)
+    check_env(env)
+    tasks = [env.task(i) for i in range(env.size)]
+    held = [[int(view[-1]) for view in task.views] for task in tasks]
+    assert [int(task.answer) for task in tasks] == [sum(digits) % 4 for digits in held]
+    for seat in range(3):
+        alone = Counter((digits[seat], task.answer) for digits, task in zip(held, tasks, strict=True))
+        assert max(alone.values()) < 0.11 * len(tasks), "one digit says nothing: a sixteenth of the tasks each"
+        given = [env.demonstration(task, seat) for task in tasks]
+        heard = [int(demo.heard[0][1]) if demo.heard else 0 for demo in given]
+        right = [int(demo.reply) == (h + digits[seat]) % 4 for demo, h, digits in zip(given, heard, held, strict=True)]
+        assert 0.74 < sum(right) / len(right) < 0.86
+
+
+@pytest.mark.parametrize(
+    ("student", "tokens", "failing"),
+    [(0.97, 1.0, []), (0.92, 1.0, ["primary contrast"]), (0.97, 1.1, ["sums"])],
+)
+def test_the_bars_of_a_student_can_fail(
+    student: float,
+    tokens: float,
+    failing: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def made(task: str, seed: int, *, quick: bool) -> dict[str, Any]:
+        values = {"team": 0.98, "student after imitation": 0.9, "student": student - 0.001 * seed}
+        kept = {"value": values["student"] / 0.98, "tokens_per_answer": tokens / 3.0, "read_per_answer": 0.3}
+        return {"rows": [{"name": n, "value": v} for n, v in values.items()], "kept": kept}
+
+    monkeypatch.setattr(distill, "measure", made)
+    assert distill.main([]) == bool(failing)
+    bars = json.loads(capsys.readouterr().out.splitlines()[-1])["bars"]
+    assert [name.split(":")[0].split(",")[0] for name, bar in bars.items() if not bar["holds"]] == failing
