@@ -45,7 +45,7 @@ from baton.distillation import DistillOptions, distill
 from baton.errors import BatonError, ConfigError, DataError, Interrupted, ModelError, RunError, is_text
 from baton.evaluation import evaluate, evaluate_model
 from baton.host import deaf
-from baton.journal import SWAPS, Run, current, open_run
+from baton.journal import SWAPS, Run, current, open_run, standing
 from baton.records import Record
 from baton.ui import certificates
 from baton.ui import report as pages
@@ -338,8 +338,7 @@ def _tools(command: Callable[..., argparse.ArgumentParser]) -> None:
     exchange.add_argument(
         "--mode",
         choices=list(MODES),
-        default="distill",
-        help="; ".join(f"{name}: {what}" for name, what in MODES.items()),
+        help="; ".join(f"{name}: {what}" for name, what in MODES.items()) + " (default: distill)",
     )
     exchange.add_argument(
         "--set",
@@ -389,9 +388,9 @@ def _distill(arguments: argparse.Namespace) -> int:
 
 
 def _swap(arguments: argparse.Namespace) -> int:
-    home = open_run(arguments.run).home
+    home = standing(arguments.run).home
     if arguments.undo:
-        if arguments.seat or arguments.more or arguments.live or arguments.set:
+        if arguments.seat or arguments.more or arguments.live or arguments.set or arguments.mode is not None:
             raise ConfigError("--undo takes the last swap back and nothing else; leave out AGENT=MODEL and other options")
         undone = swaps.undo(home)
         if arguments.json:
@@ -402,7 +401,7 @@ def _swap(arguments: argparse.Namespace) -> int:
     agent, is_seat, model = str(arguments.seat or "").partition("=")
     if not (agent and is_seat and model):
         raise ConfigError(f"swap {arguments.seat or '(nothing)'}: write AGENT=MODEL, for example solver=tiny:1M; or --undo")
-    options = configs.options_of(SwapOptions, arguments.set, mode=arguments.mode)
+    options = configs.options_of(SwapOptions, arguments.set, mode=arguments.mode or "distill")
     if arguments.live:
         if arguments.more:
             raise ConfigError("--continue with --live: the job that runs there trains on anyway; leave it out")
@@ -418,8 +417,23 @@ def _swap(arguments: argparse.Namespace) -> int:
         config = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"stages": stages})})
         agents = [a.name for a in config.agents]
         with show.Console(sys.stderr if arguments.json else sys.stdout, stages=stages, agents=agents) as console:
-            run.train(config, run=home, resume=True, reporter=console)
-            more = run.since_swap(home, record)
+            try:
+                run.train(config, run=home, resume=True, reporter=console)
+                more = run.since_swap(home, record)
+            except (Interrupted, KeyboardInterrupt):
+                more = None
+        if more is None:
+            words = ["baton", "train", str(open_run(home).path / "config.toml"), "--run", str(home), "--resume"]
+            again = shlex.join([*words, "--set", f"algorithm.stages={stages}"])
+            with deaf():
+                if arguments.json:
+                    print(show.to_json({"swap": record, "continued": None, "next": [again]}, indent=2), flush=True)
+                else:
+                    _print(["", *show.swap_lines(record, None)])
+                print(
+                    f"the swap stands; interrupted in the stages after it; go on with:\n{again}", file=sys.stderr, flush=True
+                )
+            return INTERRUPTED
     if arguments.json:
         print(show.to_json({"swap": record, "continued": more}, indent=2))
     else:
@@ -431,6 +445,13 @@ def _swap_live(home: Path, agent: str, model: str, options: SwapOptions, *, as_j
     """Leave the request, and wait for the job's answer."""
     if not records.is_locked(home):
         raise RunError(f"no job runs on {home}; leave out --live")
+    # What can be refused is refused before anybody waits.
+    there = standing(home)
+    config = swaps.check(there, agent, model, options, is_live=True)
+    newcomer = tuple(a for a in config.agents if a.name == agent)
+    assemble.check_names(config.model_copy(update={"agents": newcomer}), root=Path(there.start["root"]))
+    if config.engine.name == "table":
+        assemble.table_codec(newcomer[0])
     place = swaps.ask(home, swaps.Request(agent=agent, model=model, options=options))
     print(f"asked; the job answers between two stages ({place})", file=sys.stderr, flush=True)
     try:
@@ -532,6 +553,8 @@ def _inspect(arguments: argparse.Namespace) -> int:
         return 0
     config = opened.config
     plan, ending = config.algorithm, opened.ending or "running, or killed"
+    if opened.swap is not None and opened.ending is None and not updates:
+        ending = "not trained yet since the swap that it began with"
     print(f"{opened.path}: {plan.name}, {len(updates)} agent updates of {plan.stages} stages, {ending}")
     if opened.swap is not None:
         _print([f"began with a swap (the run before: {opened.home / SWAPS / str(opened.swap['before'])})", ""])

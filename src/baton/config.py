@@ -325,6 +325,8 @@ def options_of(kind: type[Options], overrides: Sequence[str], **given: Any) -> O
     tree: dict[str, Any] = dict(given)
     for override in overrides:
         name = override.partition("=")[0].strip()
+        if name in given:
+            raise ConfigError(f"--set {override}: give it as --{name}")
         if name not in kind.model_fields:
             close = difflib.get_close_matches(name, kind.model_fields, n=1)
             hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(kind.model_fields)}"

@@ -80,7 +80,9 @@ def evaluate(
     start = {name: run.folder(name, 0) for name in plan.local}
     bench = Bench(plan, k=k, episodes=episodes, reporter=reporter)
     try:
-        rows = report_rows(bench, now, start, baselines=baselines, full_information=full_information)
+        rows = report_rows(
+            bench, now, start, baselines=baselines, full_information=full_information, start_name=start_name(run)
+        )
     finally:
         bench.close()
     report: Record = {
@@ -96,6 +98,11 @@ def evaluate(
         "rows": [row_record(row) for row in rows],
     }
     return report | {"file": _store(run, bench, report, reporter)}
+
+
+def start_name(run: Run) -> str:
+    """What version 0 of everybody is: nobody has trained it here."""
+    return "untrained team" if run.swap is None else "team as handed over by the swap"
 
 
 def _store(run: Run, bench: Bench, report: Record, reporter: Reporter) -> str | None:
@@ -123,13 +130,14 @@ def report_rows(
     *,
     baselines: bool,
     full_information: str | None,
+    start_name: str = "untrained team",
 ) -> list[Row]:
     """Every row of a run's report: the team (`now`: its folders), the untrained one, the ablations and the baselines."""
     team = bench.measure("team", bench.seated(now), now)
     rows = [_scored(bench.row(team))]
     if baselines:
         rows += _ablations(bench, team, now)
-    untrained = bench.measure("untrained team", bench.seated(start), start)
+    untrained = bench.measure(start_name, bench.seated(start), start)
     rows.insert(1, bench.row(untrained, team))
     if baselines:
         rows += _baselines(bench, team, now, full_information)

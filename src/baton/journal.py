@@ -41,7 +41,7 @@ SWAPS = "swaps"
 """Where a run goes on after its first swap: one directory a swap, each a run directory of its own that begins with the team
 as it was handed over, and `current`, which names the one that counts."""
 BEFORE = "000"
-"""The run before any swap, by the same kind of name."""
+"""The run before any swap, by the same kind of name; there is no such directory."""
 
 
 def is_after_swap(path: Path) -> bool:
@@ -67,6 +67,8 @@ class Run:
     """A run directory as it lies on disk."""
 
     path: Path
+    until: int | None = None
+    """Read as it stood after this stage, whatever came later; None: as it stands."""
 
     @property
     def home(self) -> Path:
@@ -101,7 +103,8 @@ class Run:
 
     @property
     def updates(self) -> list[Record]:
-        return self.records("update")
+        """The lines of its agent updates."""
+        return [u for u in self.records("update") if self.until is None or int(u["stage"]) <= self.until]
 
     @property
     def position(self) -> Position:
@@ -155,9 +158,25 @@ def open_run(path: str | Path) -> Run:
         RunError: there is none.
     """
     run = Run(Path(path))
+    if is_after_swap(run.path) and run.path.name == BEFORE:
+        run = Run(run.home)
+        if (run.path / "config.toml").is_file():
+            return run
     if not (run.path / "config.toml").is_file():
         raise RunError(f"{path} is no run directory: it has no config.toml")
     return Run(current(run.path))
+
+
+def standing(path: str | Path) -> Run:
+    """The directory in which a run stands, to go on there.
+
+    Raises:
+        RunError: there is none, or the path names another directory of a run that was swapped.
+    """
+    run = open_run(path)
+    if run.path != current(run.home):
+        raise RunError(f"{path} is not where the run stands since its last swap or undo: name the run itself, {run.home}")
+    return run
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------

@@ -30,11 +30,13 @@ from baton.journal import (
     RunJournal,
     check_directory,
     current,
+    is_after_swap,
     open_run,
     owed_stage,
     resumed_config,
     saved_state,
     settle,
+    standing,
     write_team,
 )
 from baton.records import Record
@@ -84,6 +86,8 @@ def train(
         parsed, root, name = load_config(config, overrides), Path(config).resolve().parent, Path(config).stem
     check_trackers(parsed.track)
     target = Run(Path(run) if run is not None else Path("runs") / name)
+    if is_after_swap(target.path):
+        target = Run(standing(target.path).home)
     check_directory(target, parsed, resume=resume)
     with records.locked(target.path):
         here = Run(current(target.path))
@@ -117,7 +121,7 @@ async def _train(config: Config, root: Path, run: Run, reporter: Reporter, stop:
         asked = live_request(run.home)
         if ending != "asked" or asked is None:
             return "finished" if ending == "asked" else ending
-        answer = await exchange(run, asked.agent, asked.model, asked.options, reporter=reporter, stop=stop)
+        answer = await exchange(run, asked.agent, asked.model, asked.options, reporter=reporter, stop=stop, request=asked.id)
         remember_answer(run.home, answer)
         if answer["accepted"]:
             run = Run(current(run.home))
@@ -220,6 +224,10 @@ async def _train_with(
             certificate=config.certificate,
         )
         _announce(world, started, position, reporter)
+        if (asked := live_request(run.home)) is not None:
+            reporter.say(
+                f"a swap is asked: {asked.agent} to {asked.model}, after this stage (remove swaps/request.json to stop it)"
+            )
         trackers.start(config.model_dump(mode="json"), run.records())
         try:
             if owed := owed_stage(run, trainees, config.algorithm.name):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,10 +32,10 @@ from baton.engines import mixture
 from baton.engines.chat import ChatCodec
 from baton.engines.engine import Codec
 from baton.envs.pool import GraderPool
-from baton.errors import BatonError, ConfigError, Interrupted, RunError, UnsupportedError
+from baton.errors import BatonError, ConfigError, Interrupted, RunError, UnsupportedError, cause
 from baton.evaluation import test_tasks
 from baton.host import Reporter, Silent, Stop, complete, stoppable
-from baton.journal import BEFORE, SWAPS, Run, current, open_run, saved_state, write_team
+from baton.journal import BEFORE, SWAPS, Run, current, saved_state, standing, write_team
 from baton.records import Record
 from baton.rollout import Play, Table
 from baton.starting import Inherited, first_record, trainees_of
@@ -71,7 +72,7 @@ def swap(
         Refused: the gate or the pairs said no. The run is untouched in every case.
         RunError: the run stands inside a stage, or another process holds it.
     """
-    home = open_run(path).home
+    home = standing(path).home
     with records.locked(home), stoppable(reporter or Silent()) as stop:
         run = Run(current(home))
         answer = complete(
@@ -86,7 +87,7 @@ def undo(path: str | Path) -> Record:
     Raises:
         RunError: no swap stands, or another process holds the run.
     """
-    home = open_run(path).home
+    home = standing(path).home
     with records.locked(home):
         run = Run(current(home))
         if run.swap is None:
@@ -109,6 +110,8 @@ class Request:
     agent: AgentId
     model: str
     options: SwapOptions
+    id: str = ""
+    """Its own: the directory that a swap leaves names the request that it answers."""
 
 
 REQUEST, ANSWER = "request.json", "answer.json"
@@ -120,12 +123,13 @@ def ask(path: str | Path, request: Request) -> Path:
     Raises:
         RunError: a request waits already.
     """
-    home = open_run(path).home
+    home = standing(path).home
     folder = home / SWAPS
     if (folder / REQUEST).exists():
         raise RunError(f"{folder / REQUEST} waits already; let the job take it, or remove it")
     (folder / ANSWER).unlink(missing_ok=True)
     told = {"agent": request.agent, "model": request.model, "options": request.options.model_dump(mode="json")}
+    told["id"] = request.id or uuid.uuid4().hex
     records.write_text(folder / REQUEST, json.dumps(told, indent=2) + "\n")
     return folder / ANSWER
 
@@ -142,10 +146,19 @@ def live_request(home: Path) -> Request | None:
         return None
     try:
         told = json.loads(path.read_text(encoding="utf-8"))
-        return Request(agent=told["agent"], model=told["model"], options=SwapOptions(**told["options"]))
+        names = [str(told[name]) if isinstance(told[name], str) else "" for name in ("agent", "model", "id")]
+        if not all(names):
+            raise ValueError("agent, model and id have to be texts")
+        asked = Request(agent=names[0], model=names[1], options=SwapOptions(**told["options"]), id=names[2])
     except (ValueError, KeyError, TypeError) as error:
-        remember_answer(home, {"accepted": False, "why": f"{path} is no request: {error}"})
+        remember_answer(home, {"accepted": False, "why": f"{path} is no request: {cause(error)}"})
         return None
+    done = Run(current(home))
+    if done.swap is not None and done.swap.get("request") == asked.id:
+        # The process died between the swap and its answer.
+        remember_answer(home, {"accepted": True, "run": str(done.path), **done.swap})
+        return None
+    return asked
 
 
 def remember_answer(home: Path, answer: Record) -> None:
@@ -169,8 +182,8 @@ async def tested(
 # ---- what can be asked -------------------------------------------------------------------------------------------------
 
 
-def _check(run: Run, agent: AgentId, model: str, options: SwapOptions) -> Config:
-    """The config with the newcomer in its seat.
+def check(run: Run, agent: AgentId, model: str, options: SwapOptions, *, is_live: bool = False) -> Config:
+    """The config with the newcomer in its seat. `is_live`: whoever runs it waits for the end of a stage.
 
     Raises:
         ConfigError, RunError: it cannot take it, and why.
@@ -184,7 +197,7 @@ def _check(run: Run, agent: AgentId, model: str, options: SwapOptions) -> Config
         raise ConfigError(f"swap {agent}={model}: a model behind an endpoint has no weights here; start a run with it")
     if config.algorithm.name == "independent":
         raise ConfigError("an independent run is a baseline of agents trained apart; a swap has no team to play with")
-    if position.entries:
+    if position.entries and not is_live:
         done = ", ".join(e.agent for e in position.entries)
         raise RunError(
             f"{run.home} stands inside a stage ({done} updated); complete it first: baton train CONFIG --run {run.home} "
@@ -258,13 +271,21 @@ class _Ready:
 
 
 async def exchange(
-    run: Run, agent: AgentId, model: str, options: SwapOptions, *, reporter: Reporter, stop: Stop, raises: bool = False
+    run: Run,
+    agent: AgentId,
+    model: str,
+    options: SwapOptions,
+    *,
+    reporter: Reporter,
+    stop: Stop,
+    raises: bool = False,
+    request: str | None = None,
 ) -> Record:
     """A swap of a run that this process holds. Where it is refused, the answer says why (or `Refused` is raised)."""
     partial_folder: Path | None = None
     pool: GraderPool | None = None
     try:
-        config = _check(run, agent, model, options)
+        config = check(run, agent, model, options)
         root, origins = Path(run.start["root"]), run.origins
         plan = assemble.prepare(run.config, root=root, own=origins)
         others = {name: folder for name, folder in origins.items() if name != agent}
@@ -282,14 +303,12 @@ async def exchange(
         (partial_folder / "newcomer").parent.mkdir(parents=True, exist_ok=True)
         work = _Work(
             run=run, agent=agent, model=model, options=options, plan=plan, newer=newer, pool=pool, threads=threads,
-            folder=partial_folder, reporter=reporter, stop=stop,
+            folder=partial_folder, reporter=reporter, stop=stop, request=request,
         )  # fmt: skip
         record = await work.done()
         target = run.home / SWAPS / f"{number:03d}"
         records.sync_tree(partial_folder)
         partial_folder.replace(target)
-        if not (before := run.home / SWAPS / BEFORE).is_symlink():
-            before.symlink_to("..", target_is_directory=True)
         records.sync_folder(target.parent)
         records.write_text(run.home / SWAPS / "current", f"{number:03d}\n")
         return {"accepted": True, "run": str(target), **record}
@@ -333,7 +352,9 @@ class _Work:
         folder: Path,
         reporter: Reporter,
         stop: Stop,
+        request: str | None,
     ) -> None:
+        self.request = request
         self.run, self.agent, self.model, self.options = run, agent, model, options
         self.plan, self.newer, self.pool, self.threads, self.folder = plan, newer, pool, threads, folder
         self.reporter, self.stop = reporter, stop
@@ -378,7 +399,8 @@ class _Work:
             "incarnation": self.member.incarnation + 1,
             "stages": stages_done(self.run),
             "options": self.options.model_dump(mode="json"),
-            "certificates": "void(tokenizer_swap)" if self.options.mode == "imitate" else None,
+            "certificates": self._void(),
+            **({} if self.request is None else {"request": self.request}),
             **ready.record,
             "pairs": compared,
             "accuracy": {
@@ -393,6 +415,13 @@ class _Work:
         }
         await self._write(new, record, ready)
         return records.plain(record)
+
+    def _void(self) -> str | None:
+        """Why no bound on the law can speak of this newcomer; None where one can."""
+        if self.options.mode in ("distill", "mixture"):
+            return None
+        same = same_tokens(self.plan.codecs[self.agent], self.newer.codecs[self.agent])
+        return "void(kl_not_measured)" if same else "void(tokenizer_swap)"
 
     # -- playing
 

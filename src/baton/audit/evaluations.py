@@ -16,7 +16,7 @@ from baton.audit.subject import Subject
 from baton.audit.waiting import Waiting
 from baton.engines.engine import Codec
 from baton.errors import DataError
-from baton.evaluation import Bench, Measurement, report_rows, row_record
+from baton.evaluation import Bench, Measurement, report_rows, row_record, start_name
 from baton.host import Silent
 from baton.records import Record
 from baton.types import AgentId, Episode
@@ -57,7 +57,14 @@ class Evaluations:
         try:
             now = {n: subject.run.path / records.version_folder(n, versions[n]) for n in plan.local}
             start = {n: subject.run.path / records.version_folder(n, 0) for n in plan.local}
-            made = report_rows(bench, now, start, baselines=report["baselines"], full_information=report["full_information"])
+            made = report_rows(
+                bench,
+                now,
+                start,
+                baselines=report["baselines"],
+                full_information=report["full_information"],
+                start_name=start_name(subject.run),
+            )
         finally:
             bench.close()
         here.compare("evaluations", "prompts", report["prompts"], len(bench.tasks))

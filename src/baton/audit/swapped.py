@@ -12,9 +12,9 @@ from baton.algorithms.stage0 import QUANTILE_FACTOR, SwapOptions
 from baton.audit.findings import PRUNED, STAGES
 from baton.audit.subject import Subject
 from baton.core import trust_region
-from baton.journal import BEFORE, SWAPS, Run
+from baton.journal import BEFORE, SWAPS, Run, is_after_swap
 from baton.records import Record
-from baton.swap import DIVERGENCES, handed_over
+from baton.swap import DIVERGENCES, EVIDENCE, handed_over, stages_done
 
 LINE = "line 1"
 NOT_KEPT = "the episodes of a swap's report and of its pairs are not kept: their figures are taken as they are"
@@ -22,14 +22,14 @@ NOT_TAUGHT = "a newcomer is not made ready again; what the gate saw of it is jud
 
 
 def run_before(subject: Subject, swap: Record) -> Run | None:
-    """The directory that the swap was asked of; None where it is not here (a fault)."""
+    """The run that the swap was asked of, as it stood then; None where it is not here (a fault)."""
     home = subject.run.home
     name = str(swap["before"])
     path = home if name == BEFORE else home / SWAPS / name
-    if not (path / "stages.jsonl").is_file():
+    if not is_after_swap(subject.run.path) or not (path / "stages.jsonl").is_file():
         subject.found.at(STAGES, LINE).wrong("swap", f"the run before the swap is not at {path}")
         return None
-    return Run(path)
+    return Run(path, until=int(swap["stages"]))
 
 
 def check_swap(subject: Subject, swap: Record) -> None:
@@ -40,6 +40,21 @@ def check_swap(subject: Subject, swap: Record) -> None:
     if before is None:
         return
     found.ok("swap")
+    member = before.position.team.member(agent)
+    told = {
+        "agent": agent,
+        "model_before": member.model,
+        "model": next(a.model for a in subject.config.agents if a.name == agent),
+        "parameters": start["parameters"].get(agent),
+        "parameters_before": before.start["parameters"].get(agent),
+        "from_version": member.version,
+        "incarnation": member.incarnation + 1,
+        "stages": stages_done(before),
+        "mode": SwapOptions(**swap["options"]).mode,
+        "fingerprints": dict(start["fingerprints"]),
+        "fingerprints_before": {name: before.fingerprint(name) for name in before.files},
+    }
+    here.compare("swap", "swap", {name: swap.get(name) for name in told}, told)
     lrs = {name: trainee.lr for name, trainee in subject.world.trainees.items()}
     expected = handed_over(before, subject.config, agent, str(swap["model"]), lrs)
     here.compare("swap", "position", start["position"], records.position_record(expected))
@@ -59,9 +74,16 @@ def check_swap(subject: Subject, swap: Record) -> None:
             elif not _same(before.path / one if one else None, subject.run.path / other if other else None):
                 found.at(str(other)).wrong("swap", f"the moments of '{name}' are not those that were handed over")
     found.skip("swap", NOT_KEPT)
+    kinds = {"distill": {"rounds", "gate", "evidence"}, "mixture": {"bound"}, "imitate": {"imitation"}, "raw": set[str]()}
+    evidence = {"rounds", "gate", "evidence", "bound", "imitation"} & swap.keys()
+    if evidence != kinds[SwapOptions(**swap["options"]).mode]:
+        here.wrong("swap", f"what a swap of mode '{swap['mode']}' rests on", sorted(evidence))
     if swap["mode"] != "distill":
         return
     found.skip("swap", NOT_TAUGHT)
+    here.compare("swap", "gate", swap.get("gate"), swap["rounds"][-1]["look"])
+    if not (subject.run.path / EVIDENCE).is_file():
+        found.at(EVIDENCE).wrong("swap", "is gone: the probe episodes of the newcomer's looks")
     with found.at(DIVERGENCES).reading("swap"):
         _looks(subject, swap)
 
