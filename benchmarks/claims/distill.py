@@ -10,8 +10,8 @@ says the answer in one token, a third of the team's:
 - relay (60 stages): three tables, and a whole question that takes one look-up after the other.
 
 The primary contrast is the student of sums minus .95 times its team, within the seed: its lower end has to lie above 0, and
-no student of sums may take more than a third of its team's tokens. What the relay's student keeps is told and bars nothing:
-that it is little is what the task is made for. The last line is JSON; the exit code is 0 only if all bars hold.
+no student of sums may take more than a third of its team's tokens. What the relay's student keeps is told and bars nothing.
+The last line is JSON; the exit code is 0 only if all bars hold.
 """
 
 from __future__ import annotations
