@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from baton.config import Config
 from baton.core import divergence
 from baton.engines import mixture, models
 from baton.engines.chat import codec_of
-from baton.errors import BatonError, ConfigError, ModelError, RunError
+from baton.errors import BatonError, ConfigError, Interrupted, ModelError, RunError
 from baton.host import complete
 from baton.journal import Run
 from baton.rollout import Play
@@ -282,6 +283,15 @@ FORGERIES = {
     "the rate of another seat": (lambda line: line["position"]["agents"]["a"].update(lr=9.0), "position"),
     "an incarnation": (lambda line: line["position"]["team"]["members"][1].update(incarnation=0), "position"),
     "the group": (lambda line: line.update(group=7), "group"),
+    "the last look's copy": (lambda line: line["swap"]["gate"].update(passed=False), "gate"),
+    "the mode": (lambda line: line["swap"].update(mode="raw"), "mode"),
+    "the mode, in both places": (
+        lambda line: (line["swap"].update(mode="raw"), line["swap"]["options"].update(mode="raw")),
+        "rests on",
+    ),
+    "the marks before": (lambda line: line["swap"]["fingerprints_before"].update(a="0" * 64), "fingerprints_before"),
+    "the model before": (lambda line: line["swap"].update(model_before="table:10"), "model_before"),
+    "the stage": (lambda line: line["swap"].update(stages=3), "swap"),
     "the run before": (lambda line: line["swap"].update(before="007"), "the run before the swap"),
 }
 
@@ -296,6 +306,72 @@ def test_what_is_forged_in_a_swap_is_found(here: Path, name: str) -> None:
     records.rewrite_records(file, lines)
     faults = [f for f in baton.verify(here)["faults"] if f["check"] == "swap"]
     assert any(said in f["what"] for f in faults), faults
+
+
+def test_probe_episodes_that_are_gone_are_missed(here: Path) -> None:
+    swaps.swap(here, "b", "table:01", options=NEAR)
+    (baton.open_run(here).path / swaps.EVIDENCE).unlink()
+    assert any("is gone" in f["what"] for f in baton.verify(here)["faults"])
+
+
+def test_a_run_that_went_on_after_an_undo_still_proves_what_it_handed_over(here: Path) -> None:
+    swaps.swap(here, "b", "table:01", options=NEAR)
+    swaps.undo(here)
+    trained(here, tables(), 7)
+    report = baton.verify(here / "swaps" / "001")
+    assert report["holds"], report["faults"]
+
+
+def test_a_directory_that_the_run_has_left_is_read_and_not_written(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    swaps.swap(here, "b", "table:01", options=NEAR)
+    swaps.undo(here)
+    left = here / "swaps" / "001"
+    before = content(here)
+    for call in (
+        lambda: run.train(stopped(baton.open_run(left).config, 7), run=left, resume=True),
+        lambda: swaps.swap(left, "b", "table:01", options=NEAR),
+        lambda: swaps.undo(left),
+    ):
+        with pytest.raises(RunError, match="is not where the run stands"):
+            call()
+    assert content(here) == before
+    assert main(["inspect", str(left)]) == 0 and main(["inspect", str(here / "swaps" / "000")]) == 0
+    capsys.readouterr()
+    assert not any(p.is_symlink() for p in here.rglob("*"))
+
+
+def test_one_process_at_a_time_whatever_the_run_is_called(here: Path) -> None:
+    swaps.swap(here, "b", "table:01", options=NEAR)
+    with records.locked(here), pytest.raises(RunError, match="in use by another process"):
+        run.train(stopped(baton.open_run(here).config, 7), run=here / "swaps" / "001", resume=True)
+    gone_on = run.train(stopped(baton.open_run(here).config, 7), run=here / "swaps" / "001", resume=True)
+    assert gone_on.path == here / "swaps" / "001"
+
+
+def test_what_was_handed_over_is_not_called_untrained(here: Path) -> None:
+    swaps.swap(here, "b", "table:01", options=NEAR)
+    rows = [row["name"] for row in baton.evaluate(here, episodes=20, baselines=False)["rows"]]
+    assert rows == ["team", "team as handed over by the swap"]
+    assert baton.verify(here)["holds"]
+
+
+def test_ctrl_c_in_the_stages_after_a_swap_names_the_command_to_go_on(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stops(*_: Any, **__: Any) -> Any:
+        raise Interrupted("stopped by the user")
+
+    monkeypatch.setattr("baton.run.train", stops)
+    words = ["swap", str(here), "b=table:01", "--continue", "2"]
+    for name, value in (("radius", 0.05), ("contexts", 200), ("steps", 300), ("lr", 0.2)):
+        words += ["--set", f"{name}={value}"]
+    assert main(words) == 130
+    said = capsys.readouterr()
+    assert "right after" in said.out and "the swap stands" in said.err
+    monkeypatch.undo()
+    command = shlex.split(said.err.strip().splitlines()[-1])
+    assert command[:2] == ["baton", "train"] and main(command[1:]) == 0
+    assert [u["stage"] for u in baton.open_run(here).updates] == [6, 6, 7, 7]
 
 
 # ---- on a running job ----------------------------------------------------------------------------------------------------
@@ -321,6 +397,33 @@ def test_a_run_that_another_process_holds_is_pointed_to_live(here: Path, capsys:
     with records.locked(here):
         assert main(["swap", str(here), "b=table:01"]) == 1
         assert "--live asks it to swap" in capsys.readouterr().err
+
+
+def test_a_request_that_was_answered_by_a_swap_is_not_taken_twice(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = swaps.ask(here, swaps.Request(agent="b", model="table:01", options=NEAR))
+
+    class Died(Exception):
+        pass
+
+    def dies(*_: Any) -> None:
+        raise Died
+
+    monkeypatch.setattr("baton.run.remember_answer", dies)
+    with pytest.raises(Died):
+        trained(here, tables(), 8)
+    monkeypatch.undo()
+    assert baton.open_run(here).path.name == "001" and not place.is_file()
+    trained(here, tables(), 8)
+    assert baton.open_run(here).path.name == "001" and json.loads(place.read_text(encoding="utf-8"))["accepted"]
+
+
+@pytest.mark.parametrize("told", ['{"agent": "b", "model": null, "options": {}, "id": "x"}', "[]", "{", '{"agent": "b"}'])
+def test_what_is_no_request_is_answered_and_ends_nothing(here: Path, told: str) -> None:
+    (here / "swaps").mkdir()
+    (here / "swaps" / "request.json").write_text(told, encoding="utf-8")
+    assert trained(here, tables(), 6).ending == "finished"
+    answer = json.loads((here / "swaps" / "answer.json").read_text(encoding="utf-8"))
+    assert not answer["accepted"] and "is no request" in answer["why"]
 
 
 def test_a_job_that_says_no_trains_on(here: Path) -> None:
@@ -349,6 +452,8 @@ def test_a_job_that_says_no_trains_on(here: Path) -> None:
         (["b=table:01", "--live"], "no job runs on"),
         (["b=table:01", "--live", "--continue", "3"], "trains on anyway"),
         (["b=table:01", "--undo"], "takes the last swap back and nothing else"),
+        (["--undo", "--mode", "raw"], "takes the last swap back and nothing else"),
+        (["b=table:01", "--set", "mode=raw"], "give it as --mode"),
     ],
 )
 def test_bad_input_is_one_clear_error(here: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
