@@ -15,7 +15,7 @@ INSTALLED := $(VENV)/.install_seconds
 SMOLLM2 := $(VENV)/.smollm2
 CLAIM := $(if $(SEED),--seed $(SEED)) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(QUICK),--quick)
 # The claims of docs/evidence.md. KEEP=DIR keeps their results, one folder each.
-CLAIMS := conflict drift monotone certificates sat_ablation order gate_audit team_vs_one sizes
+CLAIMS := conflict drift monotone certificates sat_ablation order gate_audit team_vs_one sizes plug_and_play
 # What baton is timed against, each in an environment of its own: peers pin other libraries.
 PEERS := .peers
 
