@@ -21,10 +21,11 @@ the same trained team:
 - imitate: the same newcomer with other token ids, so that no law of one is near a law of the other (relay only);
 - scratch: a team with two seats of 257,000 parameters from the start, taught and trained as the small team was (relay only).
 
-Every arm generates the same number of training tokens, those that a swap plays included (the gate's probe episodes of RL
-not, nor what a warm start imitates). Measured on the same test prompts with the same keys: accuracy before the swap, right
-after it, and after training on. TeamTR (arXiv 2605.15207) reports a shock of 18.3 points raw and 2.9 with Stage 0; the SAT
-paper reports +10.4 points for two seats and +13.9 for all three, of "continued" training.
+Every swapped team is trained on for as many tokens. Kept is measured there as well, and then where it has generated as many
+as distill with the episodes that Stage 0 plays, which is what scratch is given too (the gate's probe episodes of RL are not
+counted, nor what a warm start imitates). Measured on the same test prompts with the same keys: accuracy before the swap,
+right after it, and after training on. TeamTR (arXiv 2605.15207) reports a shock of 18.3 points raw and 2.9 with Stage 0;
+the SAT paper reports +10.4 points for two seats and +13.9 for all three, of "continued" training.
 
 The primary contrast is distill minus raw right after the swap, on the relay. Bars, over seeds:
 
@@ -33,7 +34,7 @@ The primary contrast is distill minus raw right after the swap, on the relay. Ba
 - both tasks: distill minus before, right after, lower end at least -.05; mixture minus before at least -.02;
 - both tasks: distill trained on minus before, lower end above -.02;
 - the third seat's weights are bit for bit the same behind every swap; no distilled newcomer is refused;
-- generated training tokens of the arms, largest relative difference.
+- generated training tokens of kept and scratch beside those of distill, largest relative difference.
 
 Not a bar, but told: what large seats are worth (distill, and each other arm, minus kept). The last line is JSON; the exit
 code is 0 only if all bars hold.
@@ -101,7 +102,7 @@ class Size:
     stages: int
     """Of the team before the swap."""
     more: int
-    """Stages' worth of tokens after it, those that the swaps play included."""
+    """After it, each with the tokens of a whole team's stage."""
     episodes: int
     taught: int
     """Most batches of a seat's warm start."""
@@ -113,10 +114,13 @@ class Size:
     tests: int
     swap: Mapping[str, Any]
     """Options of every swap."""
-    imitation: int
-    """Rounds' worth of contexts and steps of one that imitates, which nothing ends sooner."""
+    of_mode: Mapping[str, Mapping[str, Any]]
+    """Options of the swaps of an arm. The targets of a distillation lie at half of its radius, what a mixture serves lies on
+    its radius wherever the newcomer is outside; imitation takes all of its rounds, since nothing ends it sooner."""
 
 
+BATCH, RATE = 128, 1.5e-3
+"""Of every warm start and Stage 0 (configs/quickstart.toml)."""
 FULL = Size(
     stages=30,
     more=15,
@@ -127,12 +131,12 @@ FULL = Size(
     held_out=512,
     prompts=20_000,
     tests=1000,
-    swap={"contexts": 2048, "steps": 200, "batch": 64, "lr": 1e-3, "radius": 0.02},
-    imitation=2,
+    swap={"contexts": 2000, "steps": 150, "batch": 128, "lr": RATE},
+    of_mode={DISTILL: {"radius": 0.03, "rounds": 8}, MIXTURE: {"radius": 0.002}, IMITATE: {"rounds": 2}},
 )
 QUICK = Size(
     stages=1,
-    more=3,
+    more=1,
     episodes=32,
     taught=2,
     learned=2,
@@ -140,10 +144,9 @@ QUICK = Size(
     held_out=64,
     prompts=1000,
     tests=50,
-    swap={"contexts": 64, "rounds": 1, "steps": 2, "batch": 16, "lr": 1e-3, "radius": 20.0},
-    imitation=1,
+    swap={"contexts": 64, "rounds": 1, "steps": 2, "batch": 16, "lr": RATE, "radius": 20.0},
+    of_mode={},
 )
-BATCH, RATE = 128, 1.5e-3
 RIGHT, ENOUGH = 0.9, 0.75
 """How often the demonstrators of the team's seats are right, and the expected accuracy at which a seat has imitated enough:
 a seat that says just what they do has .81."""
@@ -241,9 +244,10 @@ def respell(source: Path, target: Path) -> None:
 # ---- arms --------------------------------------------------------------------------------------------------------------
 
 
-def measure(task: tuple[str, str, int, bool, str]) -> dict[str, Any]:
-    """One arm of a case on one seed. BEFORE makes what the others begin with, in the folder that is named last."""
-    case, arm, seed, quick, place = task
+def measure(task: tuple[str, str, int, bool, str, int]) -> dict[str, Any]:
+    """One arm of a case on one seed. BEFORE makes what the others begin with, in the folder that is named before the tokens
+    which KEPT and SCRATCH are to generate."""
+    case, arm, seed, quick, place, tokens = task
     size, home = QUICK if quick else FULL, Path(place) / f"{case}-{seed}"
     began = time.process_time()
     with ExitStack() as stack:
@@ -252,7 +256,13 @@ def measure(task: tuple[str, str, int, bool, str]) -> dict[str, Any]:
             found = before(case, seed, size, home)
         else:
             work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-claim-")))
-            found = scratch(case, seed, size, work) if arm == SCRATCH else gone_on(case, seed, size, home, work, arm)
+            match arm:
+                case "scratch":
+                    found = scratch(case, seed, size, work, tokens)
+                case "kept":
+                    found = stayed(case, seed, size, home, work, tokens)
+                case _:
+                    found = swapped(case, seed, size, home, work, arm)
     return found | {"cpu_seconds": time.process_time() - began}
 
 
@@ -278,42 +288,56 @@ def told(run: Run, later: float) -> dict[str, Any]:
     }
 
 
-def scratch(case: str, seed: int, size: Size, work: Path) -> dict[str, Any]:
+def copied(home: Path, work: Path) -> Path:
+    """The small team's run, to go on with."""
+    shutil.copytree(home / "run", work / "run", ignore=shutil.ignore_patterns(".lock"))
+    return work / "run"
+
+
+def scratch(case: str, seed: int, size: Size, work: Path, tokens: int) -> dict[str, Any]:
     """Train the mixed team from its own warm starts."""
-    made = team_changes(case, seed, size, large=SWAPPED, stages=size.stages + size.more)
+    made = team_changes(case, seed, size, large=SWAPPED, stages=round(tokens / stage_tokens(size)))
     run = baton.train(CONFIG, run=work / "run", overrides=made)
     return told(run, accuracy(run.path))
 
 
-def gone_on(case: str, seed: int, size: Size, home: Path, work: Path, arm: str) -> dict[str, Any]:
-    """Swap both seats as the arm does, and train on with what is left of the tokens."""
-    path = work / "run"
-    shutil.copytree(home / "run", path, ignore=shutil.ignore_patterns(".lock"))
+def stayed(case: str, seed: int, size: Size, home: Path, work: Path, tokens: int) -> dict[str, Any]:
+    """Train the small team on: as the swapped ones are, and then to these tokens."""
+    path = copied(home, work)
+    baton.train(CONFIG, run=path, resume=True, overrides=team_changes(case, seed, size, stages=size.stages + size.more))
+    soon = accuracy(path)
+    stages = max(size.stages + size.more, round(tokens / stage_tokens(size)))
+    run = baton.train(CONFIG, run=path, resume=True, overrides=team_changes(case, seed, size, stages=stages))
+    return told(run, soon) | {"at_equal_tokens": accuracy(path)}
+
+
+def swapped(case: str, seed: int, size: Size, home: Path, work: Path, arm: str) -> dict[str, Any]:
+    """Swap both seats as the arm does, and train on."""
+    path = copied(home, work)
     swaps: dict[str, Any] = {}
-    rounds = {"rounds": size.imitation} if arm == IMITATE else {}
-    options = SwapOptions(mode=MODES.get(arm, "raw"), **{**size.swap, **rounds})
-    for name in SWAPPED if arm in MODES else ():
+    options = SwapOptions(mode=MODES[arm], **{**size.swap, **size.of_mode.get(arm, {})})
+    for name in SWAPPED:
         folder = home / (f"{name} respelt" if arm == IMITATE else name)
         try:
             record = swap(path, name, str(folder), options=options)
-            kept = ("rounds", "imitation", "tokens", "seconds", "parameters")
-            swaps[name] = {k: record[k] for k in kept if k in record} | {"refused": None}
-            if "imitation" in record:
-                swaps[name]["imitation"] = record["imitation"]["accuracy"][-1][1]
         except Refused as no:
             swaps[name] = {"refused": str(no), "tokens": {"played": 0, "trained": 0}}
+            continue
+        kept = ("rounds", "tokens", "seconds", "parameters")
+        swaps[name] = {k: record[k] for k in kept if k in record} | {"refused": None}
+        if "imitation" in record:
+            swaps[name]["imitation"] = record["imitation"]["accuracy"][-1][1]
     run = open_run(path)
     found = {"swaps": swaps, "right_after": accuracy(path), "weights": weights_of(run, THIRD)}
-    played = sum(s["tokens"]["played"] for s in swaps.values())
+    # Beside two mixtures the third seat is trained alone, and its stages have a third of the tokens.
     agents = sum(a.trainable for a in run.config.agents)
-    left = (size.more * stage_tokens(size) - played) // stage_tokens(size, agents)
-    if left < 1:
-        raise baton.BatonError(f"the swaps of arm '{arm}' played {played} tokens, and nothing is left to train on")
-    made = team_changes(case, seed, size, stages=stages_done(run) + left)
+    more = size.more * stage_tokens(size) // stage_tokens(size, agents)
+    made = team_changes(case, seed, size, stages=stages_done(run) + more)
     run = baton.train(CONFIG, run=path, resume=True, overrides=made)
-    base = 0 if run.path == run.home else training_tokens(Run(run.home))
     last = told(run, accuracy(path))
-    return found | last | {"stages": left, "tokens": base + played + last["tokens"]}
+    played = sum(s["tokens"]["played"] for s in swaps.values())
+    base = 0 if run.path == run.home else training_tokens(Run(run.home))
+    return found | last | {"tokens": base + played + last["tokens"]}
 
 
 # ---- what is said ------------------------------------------------------------------------------------------------------
@@ -353,53 +377,67 @@ def case_bars(case: str, kept: Results, seeds: Sequence[int]) -> Bars:
     bars[f"{case}: third seats that a swap changed"] = (changed, 0, changed == 0)
     refused = sum(s["refused"] is not None for r in found[DISTILL] for s in r["swaps"].values())
     bars[f"{case}: distilled newcomers refused"] = (refused, 0, refused == 0)
-    tokens = [[found[arm][i]["tokens"] for arm in ARMS[case]] for i in range(len(seeds))]
-    most = max((max(row) - min(row)) / min(row) for row in tokens)
+    equal = [arm for arm in (KEPT, SCRATCH) if arm in found]
+    tokens = [(r["tokens"], d["tokens"]) for arm in equal for r, d in zip(found[arm], found[DISTILL], strict=True)]
+    most = max(abs(own - wanted) / wanted for own, wanted in tokens)
     bars[f"{case}: generated tokens, largest difference"] = (most, SAME_TOKENS, most <= SAME_TOKENS)
     return bars
 
 
 def tell(case: str, kept: Results, seeds: Sequence[int]) -> dict[str, Any]:
     """Print the table of a case, and give its figures."""
+
+    def own(arm: str, seed: int) -> Any:
+        return kept.found[at(case, arm), seed]
+
     start = kept.mean(at(case, BEFORE), seeds, lambda r: r["later"])
     figures: dict[str, Any] = {BEFORE: {"accuracy": start}}
-    taught = [n["accuracy"] for s in seeds for n in kept.found[at(case, BEFORE), s]["newcomers"].values()]
-    print(f"\n{case}, {len(seeds)} seeds: before {shown(start)}; newcomers at their former seats {fmean(taught):.3f}")
+    taught = fmean(n["accuracy"] for s in seeds for n in own(BEFORE, s)["newcomers"].values())
+    print(f"\n{case}, {len(seeds)} seeds: before {shown(start)}; newcomers at their former seats {taught:.3f}")
     print("  arm: right after, minus before; trained on, minus before, minus kept")
+    at_equal = kept.mean(at(case, KEPT), seeds, lambda r: r["at_equal_tokens"])
     for arm in ARMS[case]:
-        has_swap = arm != SCRATCH
         later = kept.mean(at(case, arm), seeds, lambda r: r["later"])
-        told_of = {"later": later, "later_minus_before": less(kept, case, arm, "later", seeds)}
-        told_of["later_minus_kept"] = kept.contrast(at(case, arm), at(case, KEPT), seeds, lambda r: r["later"])
-        if has_swap:
-            told_of["right_after"] = kept.mean(at(case, arm), seeds, lambda r: r["right_after"])
-            told_of["right_after_minus_before"] = less(kept, case, arm, "right_after", seeds)
-        first = (
-            f"{shown(told_of['right_after'])}   {shown(told_of['right_after_minus_before'], sign='+')}"
-            if has_swap
-            else " " * 46
-        )
+        # A team from scratch had the tokens of distill, those of its swaps included.
+        beside = kept.values(at(case, KEPT), seeds, lambda r, arm=arm: r["at_equal_tokens" if arm == SCRATCH else "later"])
+        found: dict[str, Any] = {"later": later, "later_minus_before": less(kept, case, arm, "later", seeds)}
+        found["later_minus_kept"] = paired_interval(kept.values(at(case, arm), seeds, lambda r: r["later"]), beside)
+        first = ""
+        if arm in MODES:
+            found["right_after"] = kept.mean(at(case, arm), seeds, lambda r: r["right_after"])
+            found["right_after_minus_before"] = less(kept, case, arm, "right_after", seeds)
+            first = f"{shown(found['right_after'])}   {shown(found['right_after_minus_before'], sign='+')}"
         print(
-            f"  {arm:8}  {first}   {shown(later)}   {shown(told_of['later_minus_before'], sign='+')}   "
-            f"{shown(told_of['later_minus_kept'], sign='+')}"
+            f"  {arm:8} {first:48}   {shown(later)}   {shown(found['later_minus_before'], sign='+')}   "
+            f"{shown(found['later_minus_kept'], sign='+')}"
         )
+        swaps = [list(own(arm, s).get("swaps", {}).values()) for s in seeds]
         costs = {
-            "tokens": fmean(kept.found[at(case, arm), s]["tokens"] for s in seeds),
-            "played": fmean(
-                sum(w["tokens"]["played"] for w in kept.found[at(case, arm), s].get("swaps", {}).values()) for s in seeds
-            ),
-            "trained": fmean(
-                sum(w["tokens"]["trained"] for w in kept.found[at(case, arm), s].get("swaps", {}).values()) for s in seeds
-            ),
-            "parameters": sum(kept.found[at(case, arm), seeds[0]]["parameters"].values()),
-            "cpu_seconds": fmean(kept.found[at(case, arm), s]["cpu_seconds"] for s in seeds),
+            "tokens": fmean(own(arm, s)["tokens"] for s in seeds),
+            "played": fmean(sum(w["tokens"]["played"] for w in row) for row in swaps),
+            "trained": fmean(sum(w["tokens"]["trained"] for w in row) for row in swaps),
+            "parameters": sum(own(arm, seeds[0])["parameters"].values()),
+            "cpu_seconds": fmean(own(arm, s)["cpu_seconds"] for s in seeds),
         }
         print(
-            f"            {costs['tokens']:,.0f} tokens generated, {costs['played']:,.0f} of them by swaps, "
-            f"{costs['trained']:,.0f} read by them; {costs['parameters']:,} parameters, {costs['cpu_seconds']:.0f} s"
+            f"           {costs['tokens']:,.0f} tokens generated, {costs['played']:,.0f} of them by swaps, which read "
+            f"{costs['trained']:,.0f}; {costs['parameters']:,} parameters, {costs['cpu_seconds']:.0f} s"
         )
-        figures[arm] = {**told_of, **costs}
+        figures[arm] = {**found, **costs}
+    print(f"  kept, where it has generated as many tokens as distill: {shown(at_equal)}")
+    figures[KEPT]["at_equal_tokens"] = at_equal
+    apart = paired_interval(
+        kept.values(at(case, DISTILL), seeds, lambda r: r["later"]),
+        kept.values(at(case, KEPT), seeds, lambda r: r["at_equal_tokens"]),
+    )
+    print(f"  distill minus that: {shown(apart, sign='+')}")
+    figures[DISTILL]["later_minus_kept_at_equal_tokens"] = apart
     return figures
+
+
+def given(kept: Results, case: str, arm: str, seed: int) -> int:
+    """The tokens that an arm is to generate where they are those of distill; 0 elsewhere."""
+    return int(kept.found[at(case, DISTILL), seed]["tokens"]) if arm in (KEPT, SCRATCH) else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -415,13 +453,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     with ExitStack() as stack:
         kept = stack.enter_context(results(args.keep, __file__, settings))
         place = args.keep / "teams" if args.keep else stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-claim-"))
-        # The teams first: every other arm begins with a copy of one.
-        for of in ({case: (BEFORE,) for case in cases}, ARMS):
+        # The teams first: every other arm begins with a copy of one; last what is given the tokens of distill.
+        steps: list[Mapping[str, Sequence[str]]] = [dict.fromkeys(cases, (BEFORE,)), dict.fromkeys(cases, tuple(MODES))]
+        for of in (*steps, dict.fromkeys(cases, (KEPT, SCRATCH))):
             tasks = {
-                (at(case, arm), seed): (case, arm, seed, args.quick, str(place))
+                (at(case, arm), seed): (case, arm, seed, args.quick, str(place), given(kept, case, arm, seed))
                 for seed in seeds
                 for case in cases
                 for arm in of[case]
+                if arm in (BEFORE, *ARMS[case])
             }
             run_missing(kept, measure, tasks, processes=args.processes)
     figures = {case: tell(case, kept, seeds) for case in cases}

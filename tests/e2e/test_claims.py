@@ -431,28 +431,30 @@ def test_a_model_that_is_respelt_says_the_same_in_other_ids(tmp_path: Path, monk
     assert torch.allclose(laws[0], laws[1].flip(0), atol=1e-5)
 
 
-def test_the_arms_of_a_swap_begin_with_one_team_and_end_at_the_same_tokens(
+def test_the_arms_of_a_swap_begin_with_one_team_and_its_control_has_the_same_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BATON_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(plug_and_play, "SMALL", "tiny:30k")
     monkeypatch.setattr(plug_and_play, "LARGE", "tiny:40k")
     case, kept = plug_and_play.RELAY, claim.Results()
-    arms = (plug_and_play.BEFORE, plug_and_play.KEPT, plug_and_play.DISTILL, plug_and_play.IMITATE)
-    for arm in arms:
-        given = (case, arm, 1, True, str(tmp_path / "teams"))
-        kept.of(plug_and_play.at(case, arm), 1, lambda given=given: plug_and_play.measure(given))
-    start, same, moved, respelt = (kept.found[plug_and_play.at(case, arm), 1] for arm in arms)
-    assert same["right_after"] == start["later"] and same["swaps"] == {}
-    for found in (moved, respelt):
-        assert found["swaps"].keys() == set(plug_and_play.SWAPPED) and found["weights"] == start["weights"]
-        assert all(s["refused"] is None and s["parameters"] > 35_000 for s in found["swaps"].values())
-        # What the swaps played is taken from what is left to train on, in whole stages.
-        played = sum(s["tokens"]["played"] for s in found["swaps"].values())
-        assert played > 0 and same["tokens"] - plug_and_play.stage_tokens(plug_and_play.QUICK) < found["tokens"]
-        assert found["tokens"] <= same["tokens"]
-    for seat in ("X", "Y"):
-        assert respelt["swaps"][seat]["imitation"] >= 0.0 and moved["swaps"][seat]["rounds"]
+    tokens = 0
+    for arm in (plug_and_play.BEFORE, plug_and_play.DISTILL, plug_and_play.IMITATE, plug_and_play.KEPT):
+        given = (case, arm, 1, True, str(tmp_path / "teams"), tokens)
+        found = kept.of(plug_and_play.at(case, arm), 1, lambda given=given: plug_and_play.measure(given))
+        if arm == plug_and_play.DISTILL:
+            tokens = found["tokens"]
+            assert plug_and_play.given(kept, case, plug_and_play.KEPT, 1) == tokens
+        if arm in plug_and_play.MODES:
+            assert found["swaps"].keys() == set(plug_and_play.SWAPPED)
+            assert all(s["refused"] is None and s["parameters"] > 35_000 for s in found["swaps"].values())
+            # Both seats have changed hands, and the third has not.
+            assert found["weights"] == kept.found[plug_and_play.at(case, plug_and_play.BEFORE), 1]["weights"]
+            a_stage = plug_and_play.stage_tokens(plug_and_play.QUICK)
+            played = sum(s["tokens"]["played"] for s in found["swaps"].values())
+            # A batch of a team that is never right is drawn again, so a stage may have more.
+            assert played > 0 and found["tokens"] - played >= 2 * a_stage
+    assert kept.found[plug_and_play.at(case, plug_and_play.KEPT), 1]["tokens"] >= tokens - a_stage / 2
 
 
 def test_the_bars_of_given_seats_can_fail() -> None:
