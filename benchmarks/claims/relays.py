@@ -1,7 +1,8 @@
-"""The relay dealt otherwise, as environments of our own: backwards to the seats, to one agent alone, or in a private code.
+"""The relay dealt otherwise, as environments of our own: backwards to the seats, to one agent alone, or in private codes;
+and a chain of sums.
 
-All have the tasks of `baton.envs.relay` for three agents, with their ids and answers, and so the same prompt sets.
-A config names one by its dotted path: `env = {name = "relays:Backwards", arguments = {...}}`.
+The first three have the tasks of `baton.envs.relay` for three agents, with their ids and answers, and so the same prompt
+sets. A config names one by its dotted path: `env = {name = "relays:Backwards", arguments = {...}}`.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from baton.core.keyed import Key, choice, key, permutation, uniform, uniforms
+from baton.core.keyed import Key, choice, key, permutation, uniform
 from baton.envs.env import Demonstration, Grade
-from baton.envs.relay import RelayEnv, RelayOptions
+from baton.envs.relay import LETTERS, RelayEnv, RelayOptions
+from baton.errors import MissingError
 from baton.types import Task
 
 SEATS = 3
@@ -111,72 +113,114 @@ class Alone(Dealt):
 
 
 class Coded(Dealt):
-    """The relay in a private code: what a seat hands on is its symbol under a permutation that this team agreed on.
+    """Every seat but the last says its symbol in a code of its own: a permutation that belongs to the team.
 
-    Demonstrations speak the code, so that a team learns it before it plays; the answer is plain. Another `code` is another
-    team: its agents are as able, and what they say means something else.
+    Tasks, answers and grades are the relay's, so nothing but the demonstrations shows a code, and no other team can read it.
 
     Args:
-        code: whose permutations.
-        sums: each seat sees one operation on a digit (+3, x7, ...) in place of a table.
+        code: which team's codes; those of another number are drawn anew.
         options: those of the relay.
     """
 
     seats = SEATS
 
-    def __init__(self, *, code: int, sums: bool = False, **options: Any) -> None:
-        super().__init__(**({"symbols": len(DIGITS), "layout": "row"} if sums else {}) | options)
-        self._code, self._sums = code, sums
+    def __init__(self, *, code: int, **options: Any) -> None:
+        super().__init__(**options)
+        self._codes = [permutation(key("relay", "code", code, seat), self._options.symbols) for seat in range(SEATS - 1)]
 
     def task(self, index: int) -> Task:
-        if not self._sums:
-            return self._relay.task(index)
-        draws = uniforms([key("relays", "sums", index)], 1 + SEATS)[0]
-        start, picked = int(draws[0] * len(DIGITS)), [OPERATIONS[int(u * len(OPERATIONS))] for u in draws[1:]]
-        at, tables = start, [[operate(word, digit) for digit in range(len(DIGITS))] for word in picked]
-        for table in tables:
-            at = table[at]
-        # A number of its own makes a task's demonstrations differ from those of tasks with the same operation.
-        mark = f"#{index:05d}"
-        views = (f"{picked[0]} on {start} {mark}", *(f"{word} {mark}" for word in picked[1:]))
-        return Task(
-            id=f"sums-{index}",
-            env=self.name,
-            prompt=f"{' '.join(picked)} on {start} {mark}",
-            views=views,
-            answer=DIGITS[at],
-            payload=json.dumps({"words": list(DIGITS), "start": start, "tables": tables, "index": index}),
-        )
+        return self._relay.task(index)
 
-    def spoken(self, seat: int, words: list[str]) -> list[str]:
-        """Of each symbol, what this seat says for it."""
-        if seat == SEATS - 1:
-            return words
-        return [words[i] for i in permutation(key("relays", "code", self._code, seat), len(words))]
+    def said(self, word: str, words: list[str], seat: int) -> str:
+        """How this seat says a symbol."""
+        return words[self._codes[seat][words.index(word)]] if seat < SEATS - 1 else word
 
     def demonstration(self, task: Task, seat: int) -> Demonstration:
-        """A seat's reply, right as often as in the relay; a seat that is not the first hears a uniform symbol, in code."""
-        hidden = json.loads(task.payload)
-        words: list[str] = hidden["words"]
-        draws = key("relays", "coded", task.id, seat)
-        at = hidden["start"] if seat == 0 else choice(draws, len(words))
-        said = hidden["tables"][seat][at]
-        if uniform(draws, 1) >= self._options.demonstration_accuracy:
-            said = (said + 1 + choice(draws, len(words) - 1, index=2)) % len(words)
-        heard = () if seat == 0 else ((str(seat - 1), self.spoken(seat - 1, words)[at]),)
-        return Demonstration(seat=seat, view=task.view(seat), heard=heard, reply=self.spoken(seat, words)[said])
+        given, words = self._relay.demonstration(task, seat), json.loads(task.payload)["words"]
+        heard = tuple((who, self.said(what, words, int(who))) for who, what in given.heard)
+        return replace(given, heard=heard, reply=self.said(given.reply, words, seat))
 
     def ablate(self, task: Task, seat: int, at: Key) -> str:
-        words: list[str] = json.loads(task.payload)["words"]
-        return words[choice(at, len(words))]
+        return self._relay.ablate(task, seat, at)
 
 
 DIGITS = "0123456789"
-OPERATIONS = (*(f"+{n}" for n in range(10)), *(f"x{n}" for n in (3, 7, 9)))
-"""Each a permutation of the digits (modulo 10)."""
+OPERATIONS = (*(("+", k) for k in range(10)), *(("*", k) for k in (1, 3, 7, 9)))
+"""All of them can be undone, modulo 10: a wrong digit on the way is a wrong answer."""
 
 
-def operate(operation: str, digit: int) -> int:
-    """The digit that an operation makes of a digit."""
-    number = int(operation[1:])
-    return (digit + number if operation[0] == "+" else digit * number) % len(DIGITS)
+class Sums:
+    """A digit goes through three seats, and each does one operation modulo 10 to it that nobody else sees.
+
+    A view begins with four letters that number the task and mean nothing: without them there were 14 views in all.
+
+    Args:
+        prompts: number of tasks.
+        demonstration_accuracy: probability that a demonstration is right; otherwise it says another digit, uniformly.
+    """
+
+    name = "sums"
+    seats = SEATS
+    reward_range = (0.0, 1.0)
+    is_generated = True
+
+    def __init__(self, *, prompts: int = 20_000, demonstration_accuracy: float = 1.0) -> None:
+        self.size, self._accuracy = prompts, demonstration_accuracy
+
+    def task(self, index: int) -> Task:
+        if not 0 <= index < self.size:
+            raise MissingError(f"task {index} is outside 0..{self.size - 1}")
+        draws = key("sums", index)
+        start = choice(draws, 10)
+        done = [OPERATIONS[choice(draws, len(OPERATIONS), index=1 + seat)] for seat in range(SEATS)]
+        at = start
+        for operation in done:
+            at = result(operation, at)
+        number = "".join(LETTERS[index // 26**i % 26] for i in range(4))
+        shown = [f"{kind}{k}" for kind, k in done]
+        return Task(
+            id=f"sums-{index}",
+            env=self.name,
+            prompt=f"{number} {' '.join(shown)} in {start}",
+            views=(f"{number} {shown[0]} in {start}", *(f"{number} {one}" for one in shown[1:])),
+            answer=str(at),
+            payload=json.dumps({"start": start, "operations": done}),
+        )
+
+    def grade(self, task: Task, answer: str) -> Grade:
+        said = self.normalise(answer)
+        if said is None:
+            return Grade(0.0, "unparsed: no single digit" if answer.strip() else "empty: no answer")
+        return Grade(1.0) if said == task.answer else Grade(0.0, "wrong")
+
+    def normalise(self, answer: str) -> str | None:
+        said = answer.strip()
+        return said if len(said) == 1 and said in DIGITS else None
+
+    def demonstration(self, task: Task, seat: int) -> Demonstration:
+        """A seat that is not the first hears a uniform digit in place of the chain's own, as in the relay."""
+        hidden, draws = json.loads(task.payload), key("sums", "demonstration", task.id, seat)
+        at: int = hidden["start"] if seat == 0 else choice(draws, 10)
+        kind, k = hidden["operations"][seat]
+        said = result((kind, k), at)
+        if uniform(draws, 1) >= self._accuracy:
+            said = (said + 1 + choice(draws, 9, index=2)) % 10
+        heard = () if seat == 0 else ((str(seat - 1), str(at)),)
+        return Demonstration(seat=seat, view=task.view(seat), heard=heard, reply=str(said))
+
+    def ablate(self, task: Task, seat: int, at: Key) -> str:
+        return str(choice(at, 10))
+
+    def facts(self, n_agents: int) -> Mapping[str, float]:
+        """The accuracy of the best call that lacks one operation, exactly: it knows the digit that goes in."""
+        best = [
+            max(sum(result(one, at) == said for one in OPERATIONS) for said in range(10)) / len(OPERATIONS)
+            for at in range(10)
+        ]
+        return {"cap_one_call": sum(best) / len(best)}
+
+
+def result(operation: tuple[str, int], at: int) -> int:
+    """What an operation makes of a digit."""
+    kind, k = operation
+    return (at + k if kind == "+" else at * k) % 10

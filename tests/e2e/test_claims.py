@@ -22,6 +22,7 @@ import gate_audit
 import monotone
 import numpy as np
 import order
+import plug_and_play
 import pytest
 import relays
 import sat_ablation
@@ -31,16 +32,19 @@ import team_vs_one
 import torch
 import worlds
 from scipy import optimize, stats
+from transformers import AutoModelForCausalLM
 
 import baton
-from baton import assemble, config, records
+from baton import assemble, config, records, swap
 from baton.core.keyed import key
+from baton.engines import models
+from baton.engines.chat import codec_of
 from baton.engines.engine import Request
 from baton.engines.table import TableCodec, TableLearner, row_name
 from baton.envs.relay import RelayEnv, RelayOptions
 from baton.errors import ConfigError, MissingError, RunError
 from baton.testing import check_env
-from baton.types import Turn
+from baton.types import Message, Turn
 from reference import mdp
 
 # ---- results that outlive the process ----------------------------------------------------------------------------------
@@ -361,6 +365,129 @@ def test_a_demonstrator_of_the_work_errs_as_often_as_three_seats_that_go_on_from
     assert all(abs(n / env.size - 0.6) < 0.04 for n in hops)
     # Right, or wrong and by chance back: 1/8 + 7/8 ((.6 - 1/8) / (7/8))^3.
     assert right / env.size == pytest.approx(0.125 + 0.875 * (0.475 / 0.875) ** 3, abs=0.04)
+
+
+# ---- seats that are given away -------------------------------------------------------------------------------------------
+
+
+def test_a_private_code_is_the_teams_and_nothing_but_its_demonstrations_shows_it() -> None:
+    options: dict[str, Any] = {"symbols": 5, "prompts": 200}
+    relay = RelayEnv(RelayOptions(**options), n_agents=3)
+    own, other = (relays.Coded(code=code, **options) for code in (3, 4))
+    check_env(own)
+    spoken: dict[int, dict[str, set[str]]] = {0: {}, 1: {}}
+    for task in map(relay.task, range(200)):
+        assert own.task(int(json.loads(task.payload)["index"])) == task
+        for seat in range(3):
+            plain, coded = relay.demonstration(task, seat), own.demonstration(task, seat)
+            assert plain.view == coded.view and len(plain.heard) == len(coded.heard)
+            for speaker, said, told in (
+                (seat, plain.reply, coded.reply),
+                *((int(who), a, b) for (who, a), (_, b) in zip(plain.heard, coded.heard, strict=True)),
+            ):
+                if speaker == 2:
+                    assert said == told
+                else:
+                    spoken[speaker].setdefault(said, set()).add(told)
+    # One word for one symbol, whoever says or hears it; and another team's are others.
+    for seat, words in spoken.items():
+        assert all(len(told) == 1 for told in words.values())
+        assert sorted(told for (told,) in words.values()) == sorted("abcde")
+        assert {w: other.said(w, list("abcde"), seat) for w in words} != {w: told for w, (told,) in words.items()}
+
+
+def test_a_chain_of_sums_is_right_where_every_seat_is_and_a_call_without_one_seat_guesses() -> None:
+    env = relays.Sums(prompts=400)
+    check_env(env)
+    by_digit = {at: Counter(relays.result(one, at) for one in relays.OPERATIONS) for at in range(10)}
+    likeliest = sum(max(counts.values()) for counts in by_digit.values()) / (10 * len(relays.OPERATIONS))
+    assert env.facts(3)["cap_one_call"] == pytest.approx(likeliest) and 0.1 < likeliest < 0.2
+    for task in map(env.task, range(50)):
+        hidden, digit = json.loads(task.payload), int(task.view(0)[-1])
+        for seat, (kind, k) in enumerate(hidden["operations"]):
+            given = env.demonstration(task, seat)
+            heard = int(given.heard[0][1]) if given.heard else digit
+            assert int(given.reply) == (heard + k if kind == "+" else heard * k) % 10
+            assert task.view(seat).split()[1] == f"{kind}{k}"
+            digit = (digit + k if kind == "+" else digit * k) % 10
+        assert task.answer == str(digit)
+    # Whatever a seat is told, each digit leads to another answer.
+    assert all(len({relays.result(one, at) for at in range(10)}) == 10 for one in relays.OPERATIONS)
+
+
+def test_a_model_that_is_respelt_says_the_same_in_other_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_CACHE", str(tmp_path / "cache"))
+    source = models.resolve("tiny:30k")
+    plug_and_play.respell(source, tmp_path / "other")
+    one, other = codec_of(source), codec_of(tmp_path / "other")
+    assert not swap.same_tokens(one, other) and one.tokens.keys() == other.tokens.keys()
+    messages = [Message(role="user", content="AbBa in c")]
+    ids = [codec.encode(messages) for codec in (one, other)]
+    last = len(one.tokens) - 1
+    assert ids[1] == tuple(last - i for i in ids[0]) and other.end_ids == {last - i for i in one.end_ids}
+    laws: list[torch.Tensor] = []
+    for folder, prompt in zip((source, tmp_path / "other"), ids, strict=True):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        with torch.no_grad():
+            laws.append(model(torch.tensor([prompt])).logits[0, -1])
+    assert torch.allclose(laws[0], laws[1].flip(0), atol=1e-5)
+
+
+def test_the_arms_of_a_swap_begin_with_one_team_and_its_control_has_the_same_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATON_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(plug_and_play, "SMALL", "tiny:30k")
+    monkeypatch.setattr(plug_and_play, "LARGE", "tiny:40k")
+    case, kept = plug_and_play.RELAY, claim.Results()
+    tokens = 0
+    for arm in (plug_and_play.BEFORE, plug_and_play.DISTILL, plug_and_play.IMITATE, plug_and_play.KEPT):
+        given = (case, arm, 1, True, str(tmp_path / "teams"), tokens)
+        found = kept.of(plug_and_play.at(case, arm), 1, lambda given=given: plug_and_play.measure(given))
+        if arm == plug_and_play.DISTILL:
+            tokens = found["tokens"]
+            assert plug_and_play.given(kept, case, plug_and_play.KEPT, 1) == tokens
+        if arm in plug_and_play.MODES:
+            assert found["swaps"].keys() == set(plug_and_play.SWAPPED)
+            assert all(s["refused"] is None and s["parameters"] > 35_000 for s in found["swaps"].values())
+            # Both seats have changed hands, and the third has not.
+            assert found["weights"] == kept.found[plug_and_play.at(case, plug_and_play.BEFORE), 1]["weights"]
+            a_stage = plug_and_play.stage_tokens(plug_and_play.QUICK)
+            played = sum(s["tokens"]["played"] for s in found["swaps"].values())
+            # A batch of a team that is never right is drawn again, so a stage may have more.
+            assert played > 0 and found["tokens"] - played >= 2 * a_stage
+    assert kept.found[plug_and_play.at(case, plug_and_play.KEPT), 1]["tokens"] >= tokens - a_stage / 2
+
+
+def test_the_bars_of_given_seats_can_fail() -> None:
+    def failing(**changes: Any) -> set[str]:
+        kept = claim.Results()
+        for seed in (0, 1, 2):
+            for arm in (plug_and_play.BEFORE, *plug_and_play.ARMS[plug_and_play.RELAY]):
+                refused = changes.get("refused") if arm == plug_and_play.DISTILL else None
+                falls = {plug_and_play.RAW: changes.get("raw", 0.15)}
+                found: dict[str, Any] = {
+                    "later": 0.8 + 0.01 * seed,
+                    "right_after": falls.get(arm, 0.8 + changes.get(arm, 0.0)) + 0.01 * seed,
+                    "tokens": 1000 + (changes.get("tokens", 0) if arm == plug_and_play.SCRATCH else 0),
+                    "weights": "b" if arm == changes.get("touched") else "a",
+                    "swaps": {"X": {"refused": refused}},
+                }
+                if arm == plug_and_play.DISTILL:
+                    found["later"] += changes.get("later", 0.0)
+                kept.of(plug_and_play.at(plug_and_play.RELAY, arm), seed, lambda found=found: found)
+        bars = plug_and_play.case_bars(plug_and_play.RELAY, kept, (0, 1, 2))
+        return {name.removeprefix("relay: ").split(",")[0] for name, (*_, holds) in bars.items() if not holds}
+
+    assert failing() == set()
+    assert failing(raw=0.3) == {"raw right after"}
+    assert failing(raw=0.9) == {"raw right after", "primary contrast"}
+    assert failing(distill=-0.06) == {"distill right after minus before"}
+    assert failing(mixture=-0.03) == {"mixture right after minus before"}
+    assert failing(later=-0.03) == {"distill trained on minus before"}
+    assert failing(touched="mixture") == {"third seats that a swap changed"}
+    assert failing(refused="no") == {"distilled newcomers refused"}
+    assert failing(tokens=30) == {"generated tokens"}
 
 
 # ---- the gate, audited -------------------------------------------------------------------------------------------------

@@ -59,7 +59,9 @@ class SwapOptions(BaseModel):
     steps: int = Field(default=200, ge=1, description="most optimiser steps of a round")
     batch: int = Field(default=64, ge=1, description="messages per step")
     lr: Literal["auto"] | Annotated[float, Field(gt=0)] = Field(
-        default="auto", description="AdamW learning rate; auto: three times that of the model's size"
+        default="auto",
+        description="AdamW learning rate at the start of a round, from where it falls in a line to nothing at its last step "
+        "(constant where a newcomer imitates); auto: three times that of the model's size",
     )
 
 
@@ -219,7 +221,9 @@ async def distill(
             losses: list[float] = []
             for place in permutation(key(*at, "pass", taken), len(lessons)):
                 lesson, target = lessons[place]
-                losses.append(newcomer.step(lesson, objective, lr=lr, anchor=target).loss)
+                # A constant rate leaves the newcomer as far from its targets as a step is long: outside the radius.
+                falling = lr * (1.0 - steps / options.steps)
+                losses.append(newcomer.step(lesson, objective, lr=falling, anchor=target).loss)
                 tokens += int(lesson.batch.lengths.sum())
                 steps += 1
                 tick(f"{trainee.agent}: round {number + 1}", options.steps)
