@@ -17,7 +17,7 @@ import pytest
 import torch
 import worlds
 
-from baton import assemble, cli, run
+from baton import assemble, cli, run, starting
 from baton.algorithms import sat
 from baton.algorithms.acceptance import check_floor
 from baton.algorithms.episodes import Shared, collect, collect_probe, draw_prompts, episode_advantages
@@ -556,7 +556,7 @@ def check_replay_at(factor: float) -> None:
 
 
 def test_a_radius_below_the_noise_floor_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run.local, "noise_floor", lambda learner, batch: (0.02, 70.0))
+    monkeypatch.setattr(starting.local, "noise_floor", lambda learner, batch: (0.02, 70.0))
     with pytest.raises(ConfigError, match=r"agents\.first\.radius\.message_mean = 50 nats is below the noise floor 70"):
         run.train(worlds.relay(), run=tmp_path / "run")
     assert not run.Run(tmp_path / "run").records("start")
