@@ -152,7 +152,7 @@ OPERATIONS = (*(("+", k) for k in range(10)), *(("*", k) for k in (1, 3, 7, 9)))
 class Sums:
     """A digit goes through three seats, and each does one operation modulo 10 to it that nobody else sees.
 
-    A view begins with four letters that number the task and mean nothing: without them there were 14 views in all.
+    A view begins with two letters that number the task and mean nothing: without them there were 14 views in all.
 
     Args:
         prompts: number of tasks.
@@ -176,7 +176,7 @@ class Sums:
         at = start
         for operation in done:
             at = result(operation, at)
-        number = "".join(LETTERS[index // 26**i % 26] for i in range(4))
+        number = "".join(LETTERS[index // 26**i % 26] for i in range(2))
         shown = [f"{kind}{k}" for kind, k in done]
         return Task(
             id=f"sums-{index}",
