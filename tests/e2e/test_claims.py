@@ -486,7 +486,7 @@ def test_the_bars_of_given_seats_can_fail() -> None:
     assert failing(mixture=-0.03) == {"mixture right after minus before"}
     assert failing(later=-0.03) == {"distill trained on minus before"}
     assert failing(touched="mixture") == {"third seats that a swap changed"}
-    assert failing(refused="no") == {"distilled newcomers refused"}
+    assert failing(refused="no") == {"newcomers that the gate refused"}
     assert failing(tokens=30) == {"generated tokens"}
 
 
