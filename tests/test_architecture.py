@@ -18,21 +18,22 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "baton"
 
 ADDED_TO_THE_SHELL = frozenset(
-    {
+    [
         "assemble",
+        "audit",
         "console",
-        "host",
-        "journal",
         "distillation",
         "doctor",
+        "host",
+        "journal",
         "plan",
         "records",
+        "requests",
         "resting",
         "starting",
-        "trackers",
-        "audit",
         "swap",
-    }
+        "trackers",
+    ]
 )
 """Rooms beside `run` that the first layout did not have; docs/design.md has to give each a line."""
 

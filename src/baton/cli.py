@@ -34,7 +34,7 @@ from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
-from baton import assemble, doctor, records, run, trackers
+from baton import assemble, doctor, records, requests, run, trackers
 from baton import config as configs
 from baton import console as show
 from baton import plan as planning
@@ -47,7 +47,7 @@ from baton.evaluation import evaluate, evaluate_model
 from baton.host import deaf
 from baton.journal import SWAPS, Run, current, open_run, standing
 from baton.records import Record
-from baton.ui import certificates
+from baton.ui import certificates, handovers
 from baton.ui import report as pages
 
 FAILED, BAD_INPUT, STALLED, INTERRUPTED, NO_READER = 1, 2, 3, 130, 141
@@ -383,7 +383,7 @@ def _distill(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(show.to_json(record, indent=2))
     else:
-        _print(["", *show.distill_lines(record)])
+        _print(["", *handovers.distill_lines(record)])
     return 0
 
 
@@ -396,7 +396,7 @@ def _swap(arguments: argparse.Namespace) -> int:
         if arguments.json:
             print(show.to_json(undone, indent=2))
         else:
-            _print(show.undone_lines(undone))
+            _print(handovers.undone_lines(undone))
         return 0
     agent, is_seat, model = str(arguments.seat or "").partition("=")
     if not (agent and is_seat and model):
@@ -429,7 +429,7 @@ def _swap(arguments: argparse.Namespace) -> int:
                 if arguments.json:
                     print(show.to_json({"swap": record, "continued": None, "next": [again]}, indent=2), flush=True)
                 else:
-                    _print(["", *show.swap_lines(record, None)])
+                    _print(["", *handovers.swap_lines(record, None)])
                 print(
                     f"the swap stands; interrupted in the stages after it; go on with:\n{again}", file=sys.stderr, flush=True
                 )
@@ -437,7 +437,7 @@ def _swap(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(show.to_json({"swap": record, "continued": more}, indent=2))
     else:
-        _print(["", *show.swap_lines(record, more)])
+        _print(["", *handovers.swap_lines(record, more)])
     return 0
 
 
@@ -452,16 +452,16 @@ def _swap_live(home: Path, agent: str, model: str, options: SwapOptions, *, as_j
     assemble.check_names(config.model_copy(update={"agents": newcomer}), root=Path(there.start["root"]))
     if config.engine.name == "table":
         assemble.table_codec(newcomer[0])
-    place = swaps.ask(home, swaps.Request(agent=agent, model=model, options=options))
+    place = requests.ask(home, requests.Request(agent=agent, model=model, options=options))
     print(f"asked; the job answers between two stages ({place})", file=sys.stderr, flush=True)
     try:
         while not place.is_file():
             if not records.is_locked(home):
-                swaps.withdraw(home)
+                requests.withdraw(home)
                 raise RunError(f"the job on {home} ended before it took the swap; leave out --live")
             time.sleep(0.5)
     except KeyboardInterrupt:
-        print(f"the request stays; remove {place.with_name(swaps.REQUEST)} to take it back", file=sys.stderr)
+        print(f"the request stays; remove {place.with_name(requests.REQUEST)} to take it back", file=sys.stderr)
         raise
     answer = json.loads(place.read_text(encoding="utf-8"))
     if not answer["accepted"]:
@@ -469,7 +469,7 @@ def _swap_live(home: Path, agent: str, model: str, options: SwapOptions, *, as_j
     if as_json:
         print(show.to_json({"swap": answer, "continued": None}, indent=2))
     else:
-        _print(show.swap_lines(answer, None))
+        _print(handovers.swap_lines(answer, None))
     return 0
 
 
@@ -558,7 +558,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
     print(f"{opened.path}: {plan.name}, {len(updates)} agent updates of {plan.stages} stages, {ending}")
     if opened.swap is not None:
         _print([f"began with a swap (the run before: {opened.home / SWAPS / str(opened.swap['before'])})", ""])
-        _print([*show.swap_lines(opened.swap, None), ""])
+        _print([*handovers.swap_lines(opened.swap, None), ""])
     if arguments.stage is None:
         _print(["start", *show.start_lines(start)])
         if updates:

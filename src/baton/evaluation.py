@@ -311,6 +311,11 @@ def test_tasks(plan: Plan, count: int) -> list[Task]:
     return [plan.splits.test[i] for i in order[:count]]
 
 
+def test_address(plan: Plan) -> tuple[str | int, ...]:
+    """Where every key of a report begins: a team has one answer to a test prompt, in whichever report."""
+    return (plan.config.seed, "evaluate")
+
+
 class Bench:
     """The same prompts and keys for every measurement of one evaluation."""
 
@@ -408,7 +413,7 @@ class Bench:
     @property
     def address(self) -> tuple[str | int, ...]:
         """Where every key of an evaluation begins."""
-        return (self.plan.config.seed, "evaluate")
+        return test_address(self.plan)
 
     def table(self, measurement: Measurement, sampler: Sampler) -> Table:
         """The table that a measurement is played at."""

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from baton import assemble, records
+from baton import assemble, records, requests
 from baton.algorithms import sat
 from baton.algorithms.options import KNOBS
 from baton.algorithms.state import Ending, Position, World
@@ -42,7 +42,7 @@ from baton.journal import (
 from baton.records import Record
 from baton.rollout import Play, Table
 from baton.starting import facts, first_record, trainees_of
-from baton.swap import exchange, live_request, remember_answer, stages_done, tested
+from baton.swap import exchange, stages_done, tested
 from baton.team import Member, Team
 from baton.trackers import Trackers
 from baton.trackers import check as check_trackers
@@ -118,11 +118,11 @@ async def _train(config: Config, root: Path, run: Run, reporter: Reporter, stop:
     """Train to the end, with the swaps that are asked of a running job between two stages."""
     while True:
         ending = await _train_until(config, root, run, reporter, stop)
-        asked = live_request(run.home)
+        asked = requests.asked_of(run.home)
         if ending != "asked" or asked is None:
             return "finished" if ending == "asked" else ending
         answer = await exchange(run, asked.agent, asked.model, asked.options, reporter=reporter, stop=stop, request=asked.id)
-        remember_answer(run.home, answer)
+        requests.answer(run.home, answer)
         if answer["accepted"]:
             run = Run(current(run.home))
             config, root = resumed_config(run, config, root)
@@ -224,7 +224,7 @@ async def _train_with(
             certificate=config.certificate,
         )
         _announce(world, started, position, reporter)
-        if (asked := live_request(run.home)) is not None:
+        if (asked := requests.asked_of(run.home)) is not None:
             reporter.say(
                 f"a swap is asked: {asked.agent} to {asked.model}, after this stage (remove swaps/request.json to stop it)"
             )
@@ -234,7 +234,7 @@ async def _train_with(
                 await sat.close_stage(world, position, *owed)
             async for reached, _ in sat.train(world, position):
                 position = reached
-                if not position.entries and live_request(run.home) is not None:
+                if not position.entries and requests.asked_of(run.home) is not None:
                     return "asked"
         finally:
             journal.close()

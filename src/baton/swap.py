@@ -8,10 +8,8 @@ the others' weights, moments, penalties and rates are those of the run before, t
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,7 +20,7 @@ from baton import assemble, records
 from baton.algorithms import pairs, stage0
 from baton.algorithms.acceptance import Trainee
 from baton.algorithms.episodes import draw_prompts
-from baton.algorithms.stage0 import QUANTILE_FACTOR, Contexts, Distilled, SwapOptions
+from baton.algorithms.stage0 import Contexts, Distilled, SwapOptions, radii
 from baton.algorithms.state import AgentState, Evidence, Pair, PairsReport, Position
 from baton.assemble import Crew, Plan
 from baton.config import Config
@@ -32,8 +30,8 @@ from baton.engines import mixture
 from baton.engines.chat import ChatCodec
 from baton.engines.engine import Codec
 from baton.envs.pool import GraderPool
-from baton.errors import BatonError, ConfigError, Interrupted, RunError, UnsupportedError, cause
-from baton.evaluation import test_tasks
+from baton.errors import BatonError, ConfigError, Interrupted, RunError, UnsupportedError
+from baton.evaluation import test_address, test_tasks
 from baton.host import Reporter, Silent, Stop, complete, stoppable
 from baton.journal import BEFORE, SWAPS, Run, current, saved_state, standing, write_team
 from baton.records import Record
@@ -103,70 +101,6 @@ def stages_done(run: Run) -> int:
     return run.position.done // max(1, sum(a.trainable for a in run.config.agents))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """A swap that is asked of a running job."""
-
-    agent: AgentId
-    model: str
-    options: SwapOptions
-    id: str = ""
-    """Its own: the directory that a swap leaves names the request that it answers."""
-
-
-REQUEST, ANSWER = "request.json", "answer.json"
-
-
-def ask(path: str | Path, request: Request) -> Path:
-    """Leave a request for the job that runs there; the file that its answer will be in.
-
-    Raises:
-        RunError: a request waits already.
-    """
-    home = standing(path).home
-    folder = home / SWAPS
-    if (folder / REQUEST).exists():
-        raise RunError(f"{folder / REQUEST} waits already; let the job take it, or remove it")
-    (folder / ANSWER).unlink(missing_ok=True)
-    told = {"agent": request.agent, "model": request.model, "options": request.options.model_dump(mode="json")}
-    told["id"] = request.id or uuid.uuid4().hex
-    records.write_text(folder / REQUEST, json.dumps(told, indent=2) + "\n")
-    return folder / ANSWER
-
-
-def withdraw(home: Path) -> None:
-    """Take a request back."""
-    (home / SWAPS / REQUEST).unlink(missing_ok=True)
-
-
-def live_request(home: Path) -> Request | None:
-    """What is asked of the job that runs there."""
-    path = home / SWAPS / REQUEST
-    if not path.is_file():
-        return None
-    try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-        names = [str(told[name]) if isinstance(told[name], str) else "" for name in ("agent", "model", "id")]
-        if not all(names):
-            raise ValueError("agent, model and id have to be texts")
-        asked = Request(agent=names[0], model=names[1], options=SwapOptions(**told["options"]), id=names[2])
-    except (ValueError, KeyError, TypeError) as error:
-        remember_answer(home, {"accepted": False, "why": f"{path} is no request: {cause(error)}"})
-        return None
-    done = Run(current(home))
-    if done.swap is not None and done.swap.get("request") == asked.id:
-        # The process died between the swap and its answer.
-        remember_answer(home, {"accepted": True, "run": str(done.path), **done.swap})
-        return None
-    return asked
-
-
-def remember_answer(home: Path, answer: Record) -> None:
-    """Tell whoever asked, and take the request away."""
-    records.write_text(home / SWAPS / ANSWER, json.dumps(records.plain(answer), indent=2) + "\n")
-    (home / SWAPS / REQUEST).unlink(missing_ok=True)
-
-
 async def tested(
     plan: Plan, table: Table, versions: Mapping[AgentId, int], *, tick: Callable[[], None] = lambda: None
 ) -> list[float]:
@@ -174,7 +108,7 @@ async def tested(
     seats = tuple(replace(seat, temperature=plan.config.eval.temperature) for seat in table.seats)
     tasks = test_tasks(plan, plan.config.eval.episodes)
     episodes = await replace(table, seats=seats).play(
-        [Play(task=task) for task in tasks], address=(plan.config.seed, "swap test"), versions=versions, tick=tick
+        [Play(task=task) for task in tasks], address=test_address(plan), versions=versions, tick=tick
     )
     return [e.reward if e.is_scored else plan.env.reward_range[0] for e in episodes]
 
@@ -335,6 +269,21 @@ def _index(plan: Plan, agent: AgentId) -> int:
     return next(i for i, seat in enumerate(plan.seats) if seat.agent == agent)
 
 
+def address(seed: int, incarnation: int, agent: AgentId) -> tuple[str | int, ...]:
+    """Where the keys of a swap begin."""
+    return (seed, "swap", incarnation, agent)
+
+
+STAGE0 = "stage 0"
+"""Behind that, the draws of Stage 0."""
+
+
+def probe_prompts(plan: Plan, count: int, *, at: tuple[str | int, ...]) -> list[Task]:
+    """The probe prompts on which the gate looks at a newcomer."""
+    order = permutation(key(*at, "probe"), len(plan.splits.probe))
+    return [plan.splits.probe[i] for i in order[:count]]
+
+
 class _Work:
     """One swap from the first episode to the directory that it leaves."""
 
@@ -360,7 +309,7 @@ class _Work:
         self.reporter, self.stop = reporter, stop
         self.index = _index(plan, agent)
         self.member = run.position.team.member(agent)
-        self.at: tuple[str | int, ...] = (plan.config.seed, "swap", self.member.incarnation + 1, agent)
+        self.at = address(plan.config.seed, self.member.incarnation + 1, agent)
         self.tokens = {"played": 0, "trained": 0}
         self.began = time.monotonic()
 
@@ -535,8 +484,7 @@ class _Work:
                 found.append(Contexts(incumbent=turned.newcomer, newcomer=turned.incumbent))
             return found
 
-        order = permutation(key(*self.at, "probe"), len(plan.splits.probe))[: gate.probe_prompts]
-        probed = await self._played(old, [plan.splits.probe[i] for i in order], "probe", until=self.agent)
+        probed = await self._played(old, probe_prompts(plan, gate.probe_prompts, at=self.at), "probe", until=self.agent)
         ticks = [0]
 
         def tick(what: str, total: int) -> None:
@@ -550,8 +498,8 @@ class _Work:
                 agent=self.agent,
                 learner=alone.learners[self.agent],
                 lr=lr,
-                radius_token=QUANTILE_FACTOR * options.radius,
-                radius_message_mean=options.radius,
+                radius_token=radii(options)[0],
+                radius_message_mean=radii(options)[1],
                 is_exact=old.crew.is_exact,
             ),
             probe=stage0.contexts(probed, tasks, protocol=plan.protocol, was=was, seat=now, index=self.index),
@@ -559,7 +507,7 @@ class _Work:
             options=options,
             gate=gate,
             lr=lr,
-            at=(*self.at, "stage 0"),
+            at=(*self.at, STAGE0),
             tick=tick,
         )
         return distilled, probed

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 import worlds
+from safetensors.torch import save_file
 
 import baton
-from baton import assemble, protocols, records, run
+from baton import assemble, protocols, records, requests, run
 from baton import swap as swaps
 from baton.algorithms import stage0
 from baton.algorithms.stage0 import SwapOptions
@@ -314,6 +315,32 @@ def test_probe_episodes_that_are_gone_are_missed(here: Path) -> None:
     assert any("is gone" in f["what"] for f in baton.verify(here)["faults"])
 
 
+def test_a_newcomer_whose_weights_were_exchanged_is_found_though_its_marks_fit(tmp_path: Path) -> None:
+    config = worlds.relay("algorithm.stages=1", "eval.episodes=20")
+    home = trained(tmp_path / "run", config, 1).path
+    swaps.swap(home, "second", "tiny:64k", options=SwapOptions(radius=3.0, contexts=64, steps=20, rounds=1))
+    here = baton.open_run(home).path
+    report = baton.verify(home)
+    assert report["holds"] and report["largest_gaps"]["swap"] <= 1e-4, report["faults"]
+    # Other weights in its folder, and every mark of them put right.
+    file = here / "state/second/v00000/model.safetensors"
+    tensors = {name: tensor * 1.5 for name, tensor in records.stored(file).items()}
+    mark = assemble.weights_of(tensors).fingerprint
+    save_file(tensors, file, metadata={"format": "pt"})
+    lines = records.read_records(here / "stages.jsonl")
+    lines[0]["fingerprints"]["second"] = lines[0]["swap"]["fingerprints"]["second"] = mark
+    records.rewrite_records(here / "stages.jsonl", lines)
+    faults = [f["what"] for f in baton.verify(home)["faults"] if f["check"] == "swap"]
+    assert any("the last look from both models' weights" in what for what in faults), faults
+
+
+def test_the_table_of_a_swap_has_the_figures_of_every_other_report(here: Path) -> None:
+    before = baton.evaluate(here, baselines=False)["rows"][0]["value"]
+    record = swaps.swap(here, "b", "table:01", options=NEAR)
+    after = baton.evaluate(here, baselines=False)["rows"][0]["value"]
+    assert (record["accuracy"]["before"]["value"], record["accuracy"]["after"]["value"]) == (before, after)
+
+
 def test_a_run_that_went_on_after_an_undo_still_proves_what_it_handed_over(here: Path) -> None:
     swaps.swap(here, "b", "table:01", options=NEAR)
     swaps.undo(here)
@@ -383,9 +410,9 @@ def test_a_job_that_is_asked_swaps_between_two_stages_as_if_it_had_been_stopped(
     swaps.swap(by_hand, "b", "table:01", options=NEAR)
     trained(by_hand, tables(), 8)
     live = copied(learned, tmp_path / "live")
-    place = swaps.ask(live, swaps.Request(agent="b", model="table:01", options=NEAR))
+    place = requests.ask(live, requests.Request(agent="b", model="table:01", options=NEAR))
     with pytest.raises(RunError, match="waits already"):
-        swaps.ask(live, swaps.Request(agent="b", model="table:01", options=NEAR))
+        requests.ask(live, requests.Request(agent="b", model="table:01", options=NEAR))
     trained(live, tables(), 8)
     answer = json.loads(place.read_text(encoding="utf-8"))
     assert answer["accepted"] and answer["stages"] == 6
@@ -400,7 +427,7 @@ def test_a_run_that_another_process_holds_is_pointed_to_live(here: Path, capsys:
 
 
 def test_a_request_that_was_answered_by_a_swap_is_not_taken_twice(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = swaps.ask(here, swaps.Request(agent="b", model="table:01", options=NEAR))
+    place = requests.ask(here, requests.Request(agent="b", model="table:01", options=NEAR))
 
     class Died(Exception):
         pass
@@ -408,7 +435,7 @@ def test_a_request_that_was_answered_by_a_swap_is_not_taken_twice(here: Path, mo
     def dies(*_: Any) -> None:
         raise Died
 
-    monkeypatch.setattr("baton.run.remember_answer", dies)
+    monkeypatch.setattr("baton.requests.answer", dies)
     with pytest.raises(Died):
         trained(here, tables(), 8)
     monkeypatch.undo()
@@ -427,7 +454,7 @@ def test_what_is_no_request_is_answered_and_ends_nothing(here: Path, told: str) 
 
 
 def test_a_job_that_says_no_trains_on(here: Path) -> None:
-    place = swaps.ask(here, swaps.Request(agent="nobody", model="table:01", options=NEAR))
+    place = requests.ask(here, requests.Request(agent="nobody", model="table:01", options=NEAR))
     gone_on = trained(here, tables(), 6)
     answer = json.loads(place.read_text(encoding="utf-8"))
     assert not answer["accepted"] and "no agent 'nobody'" in answer["why"]

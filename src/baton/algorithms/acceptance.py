@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Protocol
 
 import torch
 from jaxtyping import Float, Int
@@ -34,6 +35,11 @@ class Trainee:
     radius_message_mean: float
     is_exact: bool
     """fp32 on both sides of the replay test (ALGORITHMS B18)."""
+
+    @property
+    def radii(self) -> tuple[float, float]:
+        """(token, message mean), nats."""
+        return self.radius_token, self.radius_message_mean
 
 
 # ---- the replay test ---------------------------------------------------------------------------------------------------
@@ -191,7 +197,32 @@ def look(
 ) -> tuple[GateRecord, TokenDivergence]:
     """Steps 10 and 12: measure the served candidate against `current` on the probe states, and judge it."""
     divergence = trainee.learner.divergence(states.batch, anchor)
-    record = trust_region.gate(
+    return judged(divergence, states, trainee.radii, options, looks=looks, scale=scale), divergence
+
+
+class Placed(Protocol):
+    """Which message and prompt each state is of, and which state of each prompt was drawn."""
+
+    @property
+    def message(self) -> Int[Tensor, " N"]: ...
+    @property
+    def unit(self) -> Int[Tensor, " N"]: ...
+    @property
+    def drawn(self) -> Int[Tensor, " U"]: ...
+
+
+def judged(
+    divergence: TokenDivergence,
+    states: Placed,
+    radii: tuple[float, float],
+    options: GateOptions,
+    *,
+    looks: int,
+    scale: float,
+) -> GateRecord:
+    """What the gate says of these divergences; `radii` are (token, message mean) in nats. Whoever audits asks the same."""
+    token, message_mean = radii
+    return trust_region.gate(
         divergence,
         message=states.message,
         unit=states.unit,
@@ -200,12 +231,11 @@ def look(
         alpha=1.0 - options.quantile,
         eta=options.eta,
         looks=looks,
-        radius_token=trainee.radius_token,
-        radius_message_mean=trainee.radius_message_mean,
+        radius_token=token,
+        radius_message_mean=message_mean,
         require_certified=options.require_certified,
         scale=scale,
     )
-    return record, divergence
 
 
 def check_floor(trainee: Trainee, floor: tuple[float, float]) -> None:

@@ -38,6 +38,11 @@ AIM = 0.5
 """Share of the radius at which the targets of a distillation lie: what the newcomer misses needs the rest."""
 
 
+def radii(options: SwapOptions) -> tuple[float, float]:
+    """(token, message mean) of the gate of a swap, nats."""
+    return QUANTILE_FACTOR * options.radius, options.radius
+
+
 class SwapOptions(BaseModel):
     """How a newcomer takes a seat."""
 
@@ -173,6 +178,16 @@ def messages_of(
 # ---- learning to speak as the projection -------------------------------------------------------------------------------
 
 
+def probed(
+    incumbent: Learner, probe: Contexts, gate: GateOptions, *, at: tuple[str | int, ...]
+) -> tuple[ProbeStates, Anchor]:
+    """The states that the gate looks at, as the newcomer reads them, and the incumbent's laws there."""
+    drawn = probe_states(probe.incumbent, gate, at=(*at, "probe"))
+    kept = drawn.batch.mask[probe.incumbent.mask]
+    states = replace(drawn, batch=replace(probe.newcomer, mask=_masked(probe.newcomer, kept)))
+    return states, incumbent.remember(drawn.batch).at(states.batch)
+
+
 async def distill(
     *,
     incumbent: Learner,
@@ -192,10 +207,7 @@ async def distill(
     """
     newcomer = trainee.learner
     origin = newcomer.snapshot()
-    drawn = probe_states(probe.incumbent, gate, at=(*at, "probe"))
-    kept = drawn.batch.mask[probe.incumbent.mask]
-    states = replace(drawn, batch=replace(probe.newcomer, mask=_masked(probe.newcomer, kept)))
-    current = incumbent.remember(drawn.batch).at(states.batch)
+    states, current = probed(incumbent, probe, gate, at=at)
     lessons: list[tuple[AdvantageBatch, Anchor]] = []
     rounds: list[Round] = []
     looks: list[tuple[GateRecord, TokenDivergence]] = []

@@ -9,7 +9,7 @@ import torch
 
 from baton import records
 from baton.algorithms import surrogate
-from baton.algorithms.acceptance import ReplaySums
+from baton.algorithms.acceptance import ReplaySums, judged
 from baton.algorithms.episodes import Collected, acting, draw_prompts, episode_advantages, mean_return, stats, unheard
 from baton.algorithms.pairs import update_claim
 from baton.algorithms.state import AgentState, Pair, Position, StageEntry
@@ -18,7 +18,7 @@ from baton.audit.findings import AFTER_A_GAP, STAGES
 from baton.audit.pairs import Comparisons
 from baton.audit.subject import Subject, Update, own_rows
 from baton.audit.waiting import Waiting, tokens_of
-from baton.core import advantages, trust_region
+from baton.core import advantages
 from baton.core.keyed import PROBE, PROMPTS, SAMPLE, key, permutation
 from baton.records import Record
 from baton.rollout import Play
@@ -359,19 +359,8 @@ class Evidence:
             if odd:
                 told = f"{at}: the states are not those that the probe episodes and keys give ({', '.join(odd)}): states"
                 here.wrong("gate", told, len(one.episode), len(row))
-            computed = trust_region.gate(
-                one.divergence,
-                message=one.message,
-                unit=one.unit,
-                drawn=one.drawn,
-                direction=gate.direction,
-                alpha=1.0 - gate.quantile,
-                eta=gate.eta,
-                looks=self.subject.options.looks,
-                radius_token=trainee.radius_token,
-                radius_message_mean=trainee.radius_message_mean,
-                scale=one.scale,
-            )
+            looks = self.subject.options.looks
+            computed = judged(one.divergence, one, trainee.radii, gate, looks=looks, scale=one.scale)
             # Which training a look is of is told by the retries (updates.py).
             computed = replace(computed, attempt=recorded.attempt)
             found.at(STAGES, update.where).compare("gate", at, records.plain(recorded), computed)

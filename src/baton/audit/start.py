@@ -49,7 +49,7 @@ def check_start(subject: Subject, files: EpisodeFiles, waiting: Waiting) -> None
             waiting.at(name, 0).fingerprint = (str(fingerprints.get(name)), str(here))
     found.ok("sequence")
     if (swap := start.get("swap")) is not None:
-        check_swap(subject, swap)
+        check_swap(subject, swap, files)
     else:
         members = tuple(Member(agent=a.name, model=a.model) for a in subject.config.agents)
         beta = subject.options.penalty.start

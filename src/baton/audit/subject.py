@@ -166,9 +166,9 @@ def open_subject(run: Run, found: Findings, *, root: str | Path | None, reporter
             "--root DIR where it lies"
         )
     try:
-        sealed = _sealed(run, config)
+        own = sealed(run, config)
         folder = Path(root if root is not None else lines[0]["root"])
-        plan = assemble.prepare(sealed, root=folder, asks_endpoints=False)
+        plan = assemble.prepare(own, root=folder, asks_endpoints=False)
         return _subject(run, config, plan, lines, found, reporter)
     except (ConfigError, DataError, TaskFault) as error:
         folder = root if root is not None else lines[0].get("root")
@@ -235,7 +235,7 @@ def _subject(run: Run, config: Config, plan: Plan, lines: Sequence[Record], foun
     )
 
 
-def _sealed(run: Run, config: Config) -> Config:
+def sealed(run: Run, config: Config) -> Config:
     """The config with each model replaced by the run's own version 0 (an adapter's by the base that it names), so that no
     hub, cache or memory here decides; and with devices that are here."""
     if config.engine.name == "table":
@@ -256,11 +256,11 @@ def _sealed(run: Run, config: Config) -> Config:
         agents.append(agent)
     if len(dtypes) > 1:
         raise ModelError(f"version 0 of the agents is stored in {sorted(map(str, dtypes))}; a run serves one dtype")
-    sealed = config.model_copy(update={"agents": tuple(agents)})
+    kept = config.model_copy(update={"agents": tuple(agents)})
     # Adapters and frozen models are stored in a dtype of their own.
-    dtype = dtypes.pop() if dtypes else assemble.serve_dtype(sealed, folders)
+    dtype = dtypes.pop() if dtypes else assemble.serve_dtype(kept, folders)
     engine = config.engine.model_copy(update={"dtype": str(dtype).removeprefix("torch.")})
-    return sealed.model_copy(update={"engine": engine})
+    return kept.model_copy(update={"engine": engine})
 
 
 def _base_of(folder: Path) -> Path:

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from baton import records
-from baton.algorithms.stage0 import QUANTILE_FACTOR, SwapOptions
+from baton import assemble, records
+from baton.algorithms import stage0
+from baton.algorithms.acceptance import judged
+from baton.algorithms.stage0 import SwapOptions, radii
+from baton.assemble import Crew
+from baton.audit.episodes import EpisodeFiles, Part, Playing
 from baton.audit.findings import PRUNED, STAGES
-from baton.audit.subject import Subject
-from baton.core import trust_region
+from baton.audit.subject import Subject, sealed
+from baton.audit.tolerances import kl_tolerance
+from baton.engines.engine import Learner
 from baton.journal import BEFORE, SWAPS, Run, is_after_swap
-from baton.records import Record
-from baton.swap import DIVERGENCES, EVIDENCE, handed_over, stages_done
+from baton.records import LookRows, Record
+from baton.rollout import Play
+from baton.swap import DIVERGENCES, EVIDENCE, STAGE0, address, handed_over, probe_prompts, stages_done
+from baton.types import Snapshot
 
 LINE = "line 1"
 NOT_KEPT = "the episodes of a swap's report and of its pairs are not kept: their figures are taken as they are"
-NOT_TAUGHT = "a newcomer is not made ready again; what the gate saw of it is judged from the recorded divergences"
+NOT_TAUGHT = "a newcomer is not taught again: what is computed from the weights is its last look"
 
 
 def run_before(subject: Subject, swap: Record) -> Run | None:
@@ -32,7 +40,7 @@ def run_before(subject: Subject, swap: Record) -> Run | None:
     return Run(path, until=int(swap["stages"]))
 
 
-def check_swap(subject: Subject, swap: Record) -> None:
+def check_swap(subject: Subject, swap: Record, files: EpisodeFiles) -> None:
     """Position, group, weights and moments as they were handed over; every look from its divergences."""
     found, start, agent = subject.found, subject.start, str(swap["agent"])
     here = found.at(STAGES, LINE)
@@ -82,10 +90,10 @@ def check_swap(subject: Subject, swap: Record) -> None:
         return
     found.skip("swap", NOT_TAUGHT)
     here.compare("swap", "gate", swap.get("gate"), swap["rounds"][-1]["look"])
-    if not (subject.run.path / EVIDENCE).is_file():
-        found.at(EVIDENCE).wrong("swap", "is gone: the probe episodes of the newcomer's looks")
     with found.at(DIVERGENCES).reading("swap"):
-        _looks(subject, swap)
+        read = _looks(subject, swap)
+        if read:
+            _speaks(subject, swap, before, files, read[-1])
 
 
 def _same(one: Path | None, other: Path | None) -> bool:
@@ -93,30 +101,76 @@ def _same(one: Path | None, other: Path | None) -> bool:
     return moments[0].keys() == moments[1].keys() and all(torch.equal(moments[0][n], moments[1][n]) for n in moments[0])
 
 
-def _looks(subject: Subject, swap: Record) -> None:
+def _looks(subject: Subject, swap: Record) -> list[LookRows]:
     """Each look's record from the divergences of its states, and the verdict from the last one."""
     found, gate, options = subject.found, subject.config.gate, SwapOptions(**swap["options"])
     read = records.read_divergences(subject.run.path / DIVERGENCES)
     here = found.at(STAGES, LINE)
     if len(read) != len(swap["rounds"]):
         here.wrong("swap", "rounds, against the looks in the divergences file", len(swap["rounds"]), len(read))
-        return
-    for number, (told, one) in enumerate(zip(swap["rounds"], read, strict=True)):
+    for number, (told, one) in enumerate(zip(swap["rounds"], read, strict=False)):
         found.ok("swap")
-        computed = trust_region.gate(
-            one.divergence,
-            message=one.message,
-            unit=one.unit,
-            drawn=one.drawn,
-            direction=gate.direction,
-            alpha=1.0 - gate.quantile,
-            eta=gate.eta,
-            looks=options.rounds,
-            radius_token=QUANTILE_FACTOR * options.radius,
-            radius_message_mean=options.radius,
-            require_certified=gate.require_certified,
-            scale=one.scale,
-        )
+        computed = judged(one.divergence, one, radii(options), gate, looks=options.rounds, scale=one.scale)
         here.compare("swap", f"round {number + 1}: look", told["look"], records.plain(replace(computed, attempt=number)))
         if computed.passed != (number + 1 == len(read)):
             here.wrong("swap", f"round {number + 1}: the gate's answer does not fit the rounds", told["look"]["passed"])
+    return read
+
+
+def _speaks(subject: Subject, swap: Record, before: Run, files: EpisodeFiles, last: LookRows) -> None:
+    """The last look's divergences again: the probe episodes as the keys draw them, and the laws of both models there."""
+    found, agent, config = subject.found, str(swap["agent"]), subject.config
+    rows, promoted = files.read("swap", EVIDENCE), before.path / before.files[agent]["weights"]
+    if rows is None:
+        return
+    if not promoted.is_dir():
+        found.skip("swap", PRUNED, 1, promoted.name)
+        return
+    plan = assemble.prepare(sealed(before, before.config), root=subject.plan.root, asks_endpoints=False)
+    index = next(i for i, seat in enumerate(plan.seats) if seat.agent == agent)
+    at = address(config.seed, int(swap["incarnation"]), agent)
+    nobody: Any = None
+    playing = Playing(
+        table=assemble.table(plan, nobody, subject.pool),
+        address=(*at, "probe"),
+        versions=before.position.team.versions,
+        until=agent,
+        drawn_from="probe",
+    )
+    drawn = probe_prompts(plan, config.gate.probe_prompts, at=at)
+    episodes = files.check(Part(EVIDENCE, rows), playing, [Play(task=t, sibling=i) for i, t in enumerate(drawn)], "probe")
+    pair = stage0.contexts(
+        episodes,
+        {task.id: task for task in drawn},
+        protocol=plan.protocol,
+        was=plan.seats[index],
+        seat=subject.plan.seats[index],
+        index=index,
+    )
+    taken = subject.run.path / records.version_folder(agent, 0)
+    incumbent = _learner(assemble.crew(plan.config, {agent: promoted}, learners=[agent]), agent, promoted)
+    states, current = stage0.probed(incumbent, pair, config.gate, at=(*at, STAGE0))
+    newcomer = _learner(assemble.crew(subject.plan.config, {agent: taken}, learners=[agent]), agent, taken)
+    again = newcomer.divergence(states.batch, current)
+    here = found.at(DIVERGENCES)
+    places = [states.message.tolist(), states.unit.tolist(), states.drawn.tolist(), again.position.tolist()]
+    if places != [last.message.tolist(), last.unit.tolist(), last.drawn.tolist(), last.divergence.position.tolist()]:
+        here.wrong("swap", "the last look's states are not those that the probe episodes and keys give")
+        return
+    found.ok("swap")
+    floor = float(subject.start["noise_floor"].get(agent, {}).get("token", 0.0))
+    for direction in ("kl_new_old", "kl_old_new"):
+        said, computed = getattr(last.divergence, direction).double(), getattr(again, direction).double()
+        gap = torch.where(said == computed, 0.0, (said - computed).abs())
+        found.gap("swap", float(gap.max()))
+        bad = (~(gap <= kl_tolerance(computed, floor))).nonzero()[:, 0].tolist()
+        if bad:
+            told = f"the last look from both models' weights, state {bad[0] + 1} ({len(bad)} states in all): {direction}"
+            here.wrong("swap", told, float(said[bad[0]]), float(computed[bad[0]]))
+
+
+def _learner(crew: Crew, agent: str, folder: Path) -> Learner:
+    """An agent's learner with the weights of this folder."""
+    learner = crew.learners[agent].awake
+    learner.restore(Snapshot(weights=crew.load(folder).tensors, moments={}, steps=0))
+    return learner

@@ -23,7 +23,7 @@ from baton.errors import ConfigError, MissingError, RunError
 from baton.journal import Run, open_run
 from baton.records import Record
 from baton.types import AgentId
-from baton.ui import certificates, chart
+from baton.ui import certificates, chart, handovers
 from baton.ui.chart import Timeline, text
 
 EPISODES = 20
@@ -238,10 +238,6 @@ def _note(words: str) -> str:
     return f'<p class="hint">{words}</p>'
 
 
-def _interval(low: float, high: float) -> str:
-    return f"[{show.decimal(low)}, {show.decimal(high)}]"
-
-
 def _amount(value: float) -> str:
     return f"{value + 0.0:.4g}"  # a sum over nothing may be -0.0
 
@@ -290,7 +286,7 @@ def _swap(view: View) -> str:
     swap = view.start.get("swap")
     if swap is None:
         return ""
-    lines = [line for line in show.swap_lines(swap, None) if line]
+    lines = [line for line in handovers.swap_lines(swap, None) if line]
     return _note("This run began with a swap. " + "<br>".join(text(line) for line in lines))
 
 
@@ -310,7 +306,7 @@ def _sentence(view: View, words: Mapping[str, int]) -> str:
         team, untrained = measured["team"], measured["untrained team"]
         said = [
             f"{show.decimal(row['value'])}"
-            + (f" {_interval(row['low'], row['high'])}" if row.get("low") is not None else "")
+            + (f" {show.interval(row['low'], row['high'])}" if row.get("low") is not None else "")
             for row in (team, untrained)
         ]
         prompts = _plural(int(team["n"]), "test prompt")
@@ -405,7 +401,7 @@ def _told(view: View, index: int) -> str:
         lines.append(f"message mean {show.against(gate['message_mean'], gate['radius_message_mean'], digits=4)} nats")
         lines.append(f"{_plural(len(u['looks']), 'look')}, {gate['n_states']} states of {gate['n_units']} probe prompts")
     episodes = u["episodes"]
-    spread = f" {_interval(played.interval.low, played.interval.high)}" if played and played.interval else ""
+    spread = f" {show.interval(played.interval.low, played.interval.high)}" if played and played.interval else ""
     lines.append(
         f"reward {show.decimal(episodes['reward'])}{spread}, {episodes['n']} episodes of {episodes['prompts']} prompts"
     )
@@ -493,7 +489,7 @@ def _update_table(view: View) -> str:
                 _icon(_shape(u)) + text(f"{word} {reason}".strip()),
                 text(show.versions(u)).replace("-&gt;", "→"),
                 show.decimal(u["episodes"]["reward"]),
-                "-" if interval is None else _interval(interval.low, interval.high),
+                "-" if interval is None else show.interval(interval.low, interval.high),
                 "-" if gate is None else show.against(gate["q_gate"], gate["radius_token"], digits=3),
                 "-" if gate is None else show.against(gate["message_mean"], gate["radius_message_mean"], digits=4),
                 str(len(u["looks"])),
@@ -691,9 +687,9 @@ def _evaluation(name: str, found: Record) -> str:
             [
                 text(row.get("name", "")) + note,
                 show.decimal(value),
-                "-" if low is None or high is None else _interval(low, high),
+                "-" if low is None or high is None else show.interval(low, high),
                 bar,
-                "-" if lead is None else f"{lead[0]:+.3f} {_interval(lead[1], lead[2])}",
+                "-" if lead is None else f"{lead[0]:+.3f} {show.interval(lead[1], lead[2])}",
                 str(row.get("n", 0)) if value is not None else "-",
                 "-" if tokens is None else f"{tokens:.1f}",
             ]
